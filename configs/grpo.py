@@ -236,6 +236,9 @@ def get_config() -> ConfigDict:
     # Steps between samples on the console, in completions.jsonl and in the loggers; the first and the last step are
     # always included. 0: no samples.
     c.log.completions_every = 25
+    # Steps from one file of samples to the next: 25 keeps those of steps 1, 26, 51 and so on in WORKDIR/samples, for
+    # `jaxrl replay` of steps with a judge, tools, a clock or vLLM (docs/replay.md). 0: no files.
+    c.log.keep_samples = 0
     # Loggers besides metrics.jsonl, any of: tensorboard | wandb | trackio | mlflow, or my.module.function.
     c.log.to = ("tensorboard",)
     c.log.project = ""  # project of W&B and trackio, experiment of MLflow; "": no such logger is used

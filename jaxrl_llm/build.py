@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import recipe as recipes
@@ -224,8 +226,13 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     return inputs
 
 
-def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Parts]:
-    """Builds the session and the parts of a run of `train`. Raises: UserError."""
+def make_run(
+    work_directory: WorkDirectory, recipe: Recipe, start_actor: Callable[..., Actor] | None = None
+) -> tuple[Session, Parts]:
+    """Builds the session and the parts of a run of `train`.
+
+    start_actor: called instead of `make_actor`, with the same arguments; None for `make_actor`. Raises: UserError.
+    """
     inputs = load(work_directory, recipe, partial(hf.find_checkpoint, recipe.model.path))
     models = inputs.models
     fit.check_sampling(recipe, models.model.cfg)
@@ -261,7 +268,7 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
         banner_rows=rows,
         counts=inputs.dataset.counts(),
     )
-    actor = make_actor(work_directory, recipe, inputs, cache_limit)
+    actor = (start_actor or make_actor)(work_directory, recipe, inputs, cache_limit)
     reward = recipe.reward
     parts = Parts(
         actor=actor,
@@ -366,6 +373,19 @@ def policy_learner(
         aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
         **trained_parameters._asdict(),
     )
+
+
+def policy_alone(recipe: Recipe, prompts: int) -> tuple[Learner, Decoder, Mesh]:
+    """Builds the policy's learner and model without a run, on a mesh for batches of `prompts` prompts.
+
+    Raises: UserError, if the model cannot be used.
+    """
+    mesh = meshes.make_mesh(data=1, fsdp=math.gcd(jax.device_count(), prompts, recipe.sizes.at_once), tensor=1)
+    folder = hf.find_checkpoint(recipe.model.path)
+    models = describe_models(recipe.model, recipe.adapters, {}, mesh, folder)
+    load = partial(hf.load_params, folder, models.model, mesh, parts=models.parts)
+    parameters = policy_parameters(models, load, load_frozen_base(models), recipe.seed)
+    return policy_learner(recipe, mesh, make_objective(recipe, models.model), parameters), models.model, mesh
 
 
 def open_run_session(

@@ -60,7 +60,7 @@ def rl_step(session: Session, parts: Parts, lease: WeightLease, step: int) -> tu
             metrics=metrics,
             updated=updated,
             scored=scored,
-            samples=samples,
+            samples=samples.with_metrics(push_metrics),
             rewards=batch.rewards,
         )
         parts.shape_cache.commit()

@@ -25,6 +25,7 @@ from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import default_rope
 from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.sample_files import SampleFiles
 from jaxrl_llm.session.settings import SamplesLogSettings
 from jaxrl_llm.structs import Batch, PyTree
 
@@ -49,7 +50,8 @@ B, G, P, C = 8, 4, 6, 5
 
 def log_of(workdir: Path, config: ConfigDict) -> Log:
     """The log of a run of this config."""
-    return Log(workdir, records.read(SamplesLogSettings, config.to_dict()["log"]), config.num_steps, config.to_dict())
+    settings, files = records.read(SamplesLogSettings, config.to_dict()["log"]), SampleFiles(workdir / "samples")
+    return Log(workdir, settings, config.num_steps, config.to_dict(), sample_files=files)
 
 
 def mesh_of(shape: tuple[int, int, int]) -> jax.sharding.Mesh:

@@ -54,18 +54,20 @@ def exit_code(findings: Iterable[Finding], fail_on: str) -> int:
     return int(any(finding.severity in severe for finding in findings))
 
 
-def diagnose_log(paths: list[Path], as_json: bool) -> list[Finding]:
+def diagnose_log(paths: list[Path], as_json: bool, run: str = "") -> list[Finding]:
     """Applies the health rules to a log, prints the findings, and returns them.
 
-    paths: files or folders of one run's log. as_json: whether to print JSON. Raises: UserError, if the log cannot be
-    read.
+    paths: files or folders of one run's log. as_json: whether to print JSON. run: work directory or address of the run
+    whose steps `jaxrl replay` can open, "" = the run of `paths`. Raises: UserError, if the log cannot be read.
     """
     records = logs.read(*paths)
     spans = judge_records(
         records, logs.read_health_section(paths[0]) or logs.OTHER_TRAINER_BOUNDS, logs.initial_findings(paths[0])
     )
+    run = (run or str(paths[0])) if logs.is_run_of_train(paths[0]) else ""
     if as_json:
-        finding_records = [span.record() for span in spans]
+        commands = [{"replay": span.replay_command(run)} if run else {} for span in spans]
+        finding_records = [span.record() | command for span, command in zip(spans, commands, strict=True)]
         report = {
             "findings": finding_records,
             "rules": len(rules.RULES),
@@ -73,12 +75,15 @@ def diagnose_log(paths: list[Path], as_json: bool) -> list[Finding]:
         }
         print(json.dumps(report, indent=2))
     else:
-        print_findings(spans, records)
+        print_findings(spans, records, run)
     return [span.finding for span in spans]
 
 
-def print_findings(spans: list[FindingSpan], records: list[LogRecord]) -> None:
-    """Prints the findings of a run, and how many rules could judge it."""
+def print_findings(spans: list[FindingSpan], records: list[LogRecord], run: str = "") -> None:
+    """Prints the findings of a run, and how many rules could judge it.
+
+    run: run whose steps `jaxrl replay` can open, "" = none.
+    """
     console = Console(highlight=False, soft_wrap=True)
     first_step, last_step = (record.get("at", record["step"]) for record in (records[0], records[-1]))
     console.print(f"{len(records):,} records, of steps {first_step:,} to {last_step:,}", markup=False)
@@ -86,6 +91,8 @@ def print_findings(spans: list[FindingSpan], records: list[LogRecord]) -> None:
         steps_text = f"steps {span.first:,} to {span.last:,}" if span.last > span.first else f"step {span.first:,}"
         steps_text = f"{span.steps:,} of the {steps_text}" if span.lapses else steps_text
         console.print(printable(f"{steps_text}: {span.finding.line()}"), markup=False)
+        if run and (command := span.replay_command(run)):
+            console.print(printable(f"  open the step: {command}"), markup=False)
     if "at" in records[0]:
         for line in translated(span.finding for span in spans):
             console.print(f"  {line}", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,14 @@ class FindingSpan(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         return self.finding.record() | {"first_step": self.first, "last_step": self.last, "steps": self.steps}
+
+    def replay_command(self, run: str) -> str:
+        """Returns the command that opens the first step of the finding; "" before the first step of a run.
+
+        run: work directory of a run of `train`, or its address.
+        """
+        command = f"jaxrl replay --run {shlex.quote(run)} --step {self.first} --to step{self.first}.html"
+        return command if self.first > 0 else ""
 
 
 class Judge:

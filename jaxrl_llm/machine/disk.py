@@ -40,11 +40,11 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old_folder, ignore_errors=True)
 
 
-def replace(file: Path, text: str) -> None:
-    """Replaces a file by a text. After a crash of the host the file is the old or the new one, never a part."""
+def replace(file: Path, content: str | bytes) -> None:
+    """Replaces the content of a file. After a crash of the host the file is the old or the new one, never a part."""
     partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8") as out:
-        out.write(text)
+    with partial.open("wb") as out:
+        out.write(content.encode() if isinstance(content, str) else content)
         out.flush()
         # The data must reach the disk before the rename, because a file system may keep the new name and lose the data.
         os.fsync(out.fileno())

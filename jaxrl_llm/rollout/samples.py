@@ -57,6 +57,10 @@ class Samples:
         """True for tokens [B, G, C] that are trained on."""
         return self.rollouts.loss_mask & ~(self.rollouts.truncated & self.masks_truncated)[..., None]
 
+    def with_metrics(self, metrics: dict[str, Any]) -> Samples:
+        """Returns the samples with further metrics, such as those of the push of the weights."""
+        return replace(self, metrics=self.metrics | metrics)
+
     def tokens(self) -> int:
         """Returns the number of tokens of all completions."""
         return int(self.rollouts.completion_mask.sum())

@@ -35,6 +35,7 @@ from jaxrl_llm.machine import disk, distributed, progress, transfers
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.record import Record, Timer
+from jaxrl_llm.session.sample_files import SampleFiles
 from jaxrl_llm.session.settings import LogSettings
 from jaxrl_llm.structs import Images
 
@@ -78,10 +79,19 @@ class Log:
     The thread waits for a step's numbers from the device while the next step runs. `start` opens the files.
     """
 
-    def __init__(self, workdir: Path, settings: LogSettings, num_steps: int, config: dict[str, Any], name: str = ""):
+    def __init__(
+        self,
+        workdir: Path,
+        settings: LogSettings,
+        num_steps: int,
+        config: dict[str, Any],
+        *,
+        sample_files: SampleFiles,
+        name: str = "",
+    ):
         """config: all fields of the run, for the loggers. name: address of the work directory, if it is in a bucket."""
         self._workdir, self._num_steps, self._name = workdir, num_steps, name or str(workdir)
-        self._settings, self._config = settings, config
+        self._settings, self._config, self._sample_files = settings, config, sample_files
         # The keys are the labels of further evaluation sets in the console line, the values their metrics.
         metrics = {set_name(section): metric for section, metric in accuracies_of(flatten(config)).items()}
         self._extra_sets = {f"accuracy {name}": metric for name, metric in metrics.items() if name}
@@ -109,6 +119,7 @@ class Log:
     def _open(self, step: int) -> None:
         for name in ("metrics", "completions"):
             self._files[name] = self._open_file(name, step if step else -1)  # a new run also rewrites step 0
+        self._sample_files.remove_after(step)
         settings = self._settings
         run = loggers.LoggedRun(
             workdir=self._workdir,
@@ -253,7 +264,10 @@ class Log:
 
     def _write(self, record: Record) -> dict[str, Any]:
         """Waits for the numbers of a step and writes them, in the thread of the log."""
-        written = self._write_numbers({"step": record.step} | record.summary())
+        numbers = {"step": record.step} | record.summary()
+        if record.samples:
+            self._sample_files.write(record.step, record.samples)  # before the line, which says that the step is logged
+        written = self._write_numbers(numbers)
         if record.samples and self._shows_completions(record.step):
             self._write_sample(record.step, record.samples, transfers.to_host(record.rewards))
         return written
@@ -265,7 +279,7 @@ class Log:
 
     def _write_numbers(self, record: dict[str, Any]) -> dict[str, Any]:
         """Writes one record to metrics.jsonl and flushes the file, then prints one line on the console."""
-        record = {k: _json_number(v) for k, v in record.items()}
+        record = {k: json_number(v) for k, v in record.items()}
         step = record["step"]
         self._append("metrics", record)
         for logger in self._loggers:
@@ -278,8 +292,9 @@ class Log:
         """Writes one group of the batch to completions.jsonl and the loggers, and two completions to the console."""
         prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.wait_for_grades(), rewards[0]
         texts, turns = graded.texts[0], graded.turns[:1]
-        line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_json_number(x) for x in rewards]}
-        line |= ({"turns": turns[0]} if turns else {}) | _thumbnails(samples.prompts.images)
+        line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [json_number(x) for x in rewards]}
+        pictures = thumbnails(samples.prompts.images, 0)
+        line |= ({"turns": turns[0]} if turns else {}) | ({"pictures": pictures} if pictures else {})
         self._append("completions", line)
         for logger in self._loggers:
             logger.write_samples(step, samples_of(line))
@@ -346,16 +361,16 @@ def samples_of(line: dict[str, Any]) -> list[loggers.Sample]:
     return [loggers.Sample(prompt, *about) for about in zip(texts, line["rewards"], strict=True)]
 
 
-def _thumbnails(images: Images | None) -> dict[str, list[str]]:
-    """Returns small copies of the images of the first prompt, as data URLs."""
-    if images is None or not (first_prompt := image_layout.pixels(images, 0)):
-        return {}
+def thumbnails(images: Images | None, b: int) -> list[str]:
+    """Returns small copies of the images of prompt b, as data URLs; [] if it has no image."""
+    if images is None or not (of_prompt := image_layout.pixels(images, b)):
+        return []
     from PIL import Image  # an extra, which rows with images need anyway
 
-    return {"pictures": [image_files.thumbnail(Image.fromarray(pixels)) for pixels in first_prompt]}
+    return [image_files.thumbnail(Image.fromarray(pixels)) for pixels in of_prompt]
 
 
-def _json_number(value: Any) -> float | int | None:
+def json_number(value: Any) -> float | int | None:
     """Returns a number for JSON, or None if the number is not finite."""
     if value is None or isinstance(value, int):
         return value

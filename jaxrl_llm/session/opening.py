@@ -24,6 +24,7 @@ from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.run_store import RunFolder, store_of
+from jaxrl_llm.session.sample_files import FOLDER, SampleFiles
 from jaxrl_llm.session.session import ModelStates, Session
 from jaxrl_llm.session.settings import Plan
 from jaxrl_llm.session.signals import Stop, stop_signals
@@ -106,7 +107,9 @@ def open_session(
         workdirs.write_config(workdir, work_directory.config)
         changes.write(workdir, accepted_changes)
         store.sync()
-    log = enter(closing(Log(workdir, plan.log, plan.steps, work_directory.config, store.name)))
+    files = SampleFiles(store.checkpoints.parent / FOLDER, plan.log.keep_samples, store.check_lock)
+    opened_log = Log(workdir, plan.log, plan.steps, work_directory.config, sample_files=files, name=store.name)
+    log = enter(closing(opened_log))
     session = Session(
         workdir=workdir,
         check_lock=work_directory.check_lock,

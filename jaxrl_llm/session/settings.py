@@ -86,6 +86,7 @@ class LogSettings:
     """Steps to trace into WORKDIR/profile, as "3:5"; "": none."""
 
     completions_every: int = field(default=0, init=False)
+    keep_samples: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,10 @@ class SamplesLogSettings(LogSettings):
     completions_every: MayChange[Count] = field()
     """Steps between samples on the console, in completions.jsonl and in the loggers; the first and the last step are
     always included. 0: no samples.
+    """
+    keep_samples: MayChange[Count] = 0
+    """Steps from one file of samples to the next: 25 keeps those of steps 1, 26, 51 and so on in WORKDIR/samples, for
+    `jaxrl replay` of steps with a judge, tools, a clock or vLLM (docs/replay.md). 0: no files.
     """
 
 

@@ -60,8 +60,9 @@ def main() -> None:
     if (args.config is None) == (args.run is None) or (args.run and (overrides or args.selftest)):
         raise UserError("use either --config FILE, with --config.FIELD=VALUE and --selftest, or --run LOG alone")
     if args.run:
-        args.run = [bucket.fetch_run(path, "--run") for path in args.run]
-        sys.exit(exit_code(diagnose_log(args.run, args.json), args.fail_on))
+        folders = [bucket.fetch_run(path, "--run") for path in args.run]
+        run = bucket.address(args.run[0]) or str(args.run[0])
+        sys.exit(exit_code(diagnose_log(folders, args.json, run), args.fail_on))
     findings, missing = look_at_config(*parse_config(parser))
     sys.exit(exit_code(findings, args.fail_on) or LACKS * bool(missing))
 

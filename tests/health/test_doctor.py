@@ -263,6 +263,22 @@ def test_a_run_is_told_in_lines_the_worst_first(tmp_path, monkeypatch, capsys, w
     wording(printed)
 
 
+def test_a_finding_has_the_command_that_opens_its_first_step(tmp_path, monkeypatch, capsys):
+    workdir = write_workdir(tmp_path, SICK)
+    config = json.loads((workdir / "config.json").read_text())
+    (workdir / "config.json").write_text(json.dumps(config | {"group_size": 8}))
+    _, printed = doctored(monkeypatch, capsys, "--run", workdir)
+    lines = printed.splitlines()
+    commands = {i: line for i, line in enumerate(lines) if "jaxrl replay" in line}
+    assert commands
+    for i, line in commands.items():
+        (first,) = re.findall(r"steps? (\d+)", lines[i - 1])[:1]
+        assert f"jaxrl replay --run {workdir} --step {first} " in line
+    found = json.loads(doctored(monkeypatch, capsys, "--run", workdir, "--json")[1])["findings"]
+    assert len(found) == len(commands)
+    assert all(f"--step {finding['first_step']} " in finding["replay"] for finding in found)
+
+
 def test_what_a_log_does_not_have_to_judge_is_said(capsys, wording):
     no_critic = [{name: x for name, x in record.items() if not name.startswith("critic/")} for record in run()]
     of_sft = [{"step": step, "loss/sft": 1.0, "grad_norm": 1.0} for step in range(1, 30)]

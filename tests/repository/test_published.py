@@ -258,6 +258,7 @@ SMALLEST: dict[
     "real.stability": partial(small_study, "real ceiling"),
     "health.rescue": ["--seeds", "0"],
     "speed.serve": ["--sessions", "2", "--seconds", "0.5"],
+    "speed.replayed_steps": ["--kinds", "grpo", "--meshes", "1", "--steps", "2", "--count", "1"],
     "speed.retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "health.rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
     "health.rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],

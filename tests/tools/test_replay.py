@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from test_rollback import NO_EVALUATION, add_rules, back
+from test_sample_files import make_samples
 from test_steps import SHORT, tiny
 
 from jaxrl_llm.config.load import load
@@ -20,10 +26,11 @@ from jaxrl_llm.session import alike
 from jaxrl_llm.session.changes import Change
 from jaxrl_llm.session.inputs import Inputs
 from jaxrl_llm.session.rollback import Decision
-from jaxrl_llm.tools import replay
+from jaxrl_llm.session.sample_files import SampleFiles
+from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.tools import export, replay
 from jaxrl_llm.tools.replay import __main__ as program
 from jaxrl_llm.tools.replay import step_file
-from jaxrl_llm.tools.replay.record import WhatIf
 from jaxrl_llm.tools.replay.start import choose_start, find_start
 from jaxrl_llm.tools.replay.steps import differences
 from jaxrl_llm.tools.replay.what_if import read_changes
@@ -43,6 +50,12 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
         program.main()
     return int(ended.value.code or 0)
+
+
+def random_reward(completions: list, log_metric, **columns: object) -> list[float]:
+    """A reward that no replay can make again, as those of a judge or a clock."""
+    log_metric("drawn", random.random())
+    return [random.random() for _ in completions]
 
 
 def token_mean(record: replay.StepRecord, column: str) -> float:
@@ -114,9 +127,8 @@ def test_only_values_of_the_step_itself_are_compared_and_rounding_elsewhere():
     assert differences(logged, replayed | {"entropy": None}, exact=False) == {"entropy": (0.1, None)}
 
 
-def test_a_step_in_a_file_is_the_step_that_was_exported(record, tmp_path, monkeypatch):
-    file = tmp_path / "step.safetensors"
-    step_file.save(record, file)
+def test_a_step_in_a_file_is_the_step_that_was_exported(record, exported, tmp_path, monkeypatch):
+    file = Path(shutil.copy(exported, tmp_path))
     loaded = step_file.load(file)
     for field in fields(record):
         one, other = getattr(record, field.name), getattr(loaded, field.name)
@@ -129,6 +141,41 @@ def test_a_step_in_a_file_is_the_step_that_was_exported(record, tmp_path, monkey
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(UserError, match="--from"):
         step_file.load(file)
+
+
+@pytest.fixture(scope="module")
+def exported(record, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("export") / "step.safetensors"
+    step_file.save(record, file)
+    return file
+
+
+@pytest.mark.slow
+def test_loss_and_gradient_of_a_file_are_made_again_with_weights(run, exported, tmp_path, monkeypatch, capsys):
+    saved = SavedRun(run)
+    for step in (1, 2):
+        export.save(saved, step, tmp_path / f"{step}", adapter=False)
+    shutil.move(run / "config.json", tmp_path / "config.json")  # nothing of the run is read
+    try:
+        assert call(monkeypatch, "--from", exported, "--model", tmp_path / "2") == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+        assert len(rows) == 5 and {len(row) for row in rows[1:]} == {len(row) for row in rows[1:] if row[-1] == row[-2]}
+        assert call(monkeypatch, "--from", exported, "--model", tmp_path / "1") == 1
+    finally:
+        shutil.move(tmp_path / "config.json", run / "config.json")
+
+
+@pytest.mark.slow
+def test_a_replay_that_is_killed_leaves_the_run_unchanged(run, tmp_path):
+    before = contents(run)
+    command = [sys.executable, "-m", "jaxrl_llm.tools.replay", "--run", run, "--step", "3", "--export", tmp_path / "x"]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE) as replaying:
+        # The log of the temporary work directory exists once the checkpoint is restored.
+        while not [*tmp_path.glob("jaxrl-replay-*/metrics.jsonl")] and replaying.poll() is None:
+            time.sleep(0.02)
+        replaying.kill()
+    assert replaying.returncode == -signal.SIGKILL and not (tmp_path / "x").exists()
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize(
@@ -168,7 +215,7 @@ def test_a_step_with_other_rows_than_the_run_had_is_refused(run, step, monkeypat
         ("group_size", None),
     ],
 )  # fmt: skip
-def test_a_run_whose_samples_cannot_be_made_again_is_refused(run, field, value, tmp_path):
+def test_a_run_with_samples_of_a_server_needs_a_file_of_each_step(run, field, value, tmp_path):
     shutil.copy(run / "metrics.jsonl", tmp_path)
     config = read_config(run)
     if value is None:
@@ -176,8 +223,14 @@ def test_a_run_whose_samples_cannot_be_made_again_is_refused(run, field, value, 
     else:
         config.update_from_flattened_dict({field: value})
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    with pytest.raises(UserError, match="--run" if value is None else field):
+    files = SampleFiles(tmp_path / "samples", every=1)
+    files.write(1, make_samples())
+    with pytest.raises(UserError, match="--run" if value is None else f"{field}.*step 2 .*log.keep_samples"):
         replay.step(tmp_path, 2)
+    files.write(2, make_samples())
+    if value is not None:
+        start = find_start(tmp_path, 2)
+        assert start.files and "samples that the run kept" in start.announcement()
 
 
 def test_a_replay_on_another_machine_names_what_differs(run):
@@ -211,15 +264,17 @@ SMALL = {
     "log.completions_every": 0, "optim.warmup_steps": 1, "reward.timeout": 0.0,
 }  # fmt: skip
 RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what differs from SMALL
-    "two epochs by minibatches": ("grpo", {"prompts_per_update": 4, "epochs": 2, "microbatch": 2}),
-    "a critic": ("ppo", {"prompts_per_update": 4, "critic.warmup_steps": 1}),
-    "resampling": ("dapo", {"rollout.resample_rounds": 2}),
-    "adapters": ("lora", {}),
-    "episodes": ("search_grpo", {}),
+    "a critic and two epochs by minibatches": (
+        "ppo", {"prompts_per_update": 4, "epochs": 2, "microbatch": 2, "critic.warmup_steps": 1,
+                "optim.learning_rate": 3e-3, "optim.decay": "constant"},
+    ),
+    "adapters and resampling": ("lora", {"rollout.resample_rounds": 2}),
+    "episodes and two updates": ("search_grpo", {"prompts_per_update": 4}),
     "images": ("pictures", {}),
-    "a lag and partial rollouts": ("grpo", {"rollout.max_lag": 1, "rollout.partial": 4}),
-    "eight devices": ("grpo", {"mesh.data": 4, "mesh.tensor": 2}),
-}
+    "a lag and partial rollouts on eight devices": (
+        "grpo", {"rollout.max_lag": 1, "rollout.partial": 4, "mesh.data": 4, "mesh.tensor": 2},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -231,48 +286,34 @@ def test_steps_of_all_kinds_of_runs_are_made_again_bit_for_bit(kind, tmp_path):
     list(steps(config, tmp_path / "run"))
     own_value = {"kl.coef": f"{config.kl.coef}"} if config.kl else {"optim.clip_norm": f"{config.optim.clip_norm}"}
     record = replay.step(tmp_path / "run", 3, changes=own_value)
-    assert record.what_if and record.what_if.own.metrics == record.what_if.other.metrics
-    assert {name: record.logged[name] for name in record.what_if.own.metrics} == record.what_if.own.metrics
     assert (record.differences, record.exact) == ({}, True)
     assert token_mean(record, "entropy") == pytest.approx(record.logged["entropy"], abs=5e-6)
-    assert ("values" in record.columns, bool(record.images)) == (kind == "a critic", kind == "images")
+    assert ("values" in record.columns, bool(record.images)) == ("critic" in kind, kind == "images")
     norm, cosine, updates = *record.gradient.values(), config.prompts_per_step // config.prompts_per_update
     if config.epochs == 1:  # the logged norm is the mean over the updates
         assert float((norm * cosine).sum()) / updates == pytest.approx(record.logged["grad_norm"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_change_to_the_own_value_is_the_update_of_the_run_and_others_are_not(tmp_path):
-    """Four updates on a rollout, of which the later ones clip."""
-    changes = {"num_steps": 2, "prompts_per_update": 4, "epochs": 2, "reward.weights": (1.0, 1.0)}
-    list(steps(tiny(**SHORT, **changes | {"optim.learning_rate": 3e-3}), tmp_path / "run"))
-
-    def outcome(**changed: str) -> WhatIf:
-        made = replay.step(tmp_path / "run", 2, with_gradient=False, changes=changed).what_if
-        assert made
-        return made
-
-    same, logged = (
-        outcome(**{"loss.clip_high": "0.2"}),
-        json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]),
-    )
-    assert same.own.metrics == same.other.metrics and same.own.kl_after == same.other.kl_after > 0
-    assert same.cosine == 1.0
-    assert {name: logged[name] for name in same.own.metrics} == same.own.metrics
-    assert same.own.metrics["clip/fraction"] > 0
+    same = record.what_if
+    assert same and same.own.metrics == same.other.metrics and same.own.kl_after == same.other.kl_after
+    assert same.cosine == float(same.own.metrics["update_norm"] > 0)
+    assert {name: record.logged[name] for name in same.own.metrics} == same.own.metrics
     np.testing.assert_array_equal(same.own.gradient["norm"], same.other.gradient["norm"])
-    wide = outcome(**{"loss.clip_high": "50.0", "optim.clip_norm": "0.0"})
-    assert wide.other.metrics["clip/fraction"] < wide.own.metrics["clip/fraction"]
-    assert wide.own.metrics == same.own.metrics and 0 < wide.cosine < 1
+    if config.epochs > 1:  # four updates on a rollout, of which the later ones clip
+        assert same.cosine == 1.0 and same.own.kl_after > 0 and same.own.metrics["clip/fraction"] > 0
+        wide = replay.step(tmp_path / "run", 3, changes={"loss.clip_high": "50.0", "optim.clip_norm": "0.0"}).what_if
+        assert wide and wide.other.metrics["clip/fraction"] < wide.own.metrics["clip/fraction"]
+        assert wide.own.metrics == same.own.metrics and 0 < wide.cosine < 1
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_is_replayed(cloud):
+def test_a_run_in_a_bucket_with_a_random_reward_is_replayed_from_its_samples(cloud):
     address = f"gs://bucket/{cloud.name}"
-    list(steps(tiny(**SHORT, num_steps=2), address))
-    before = contents(cloud)
-    record = replay.step(address, 2, with_gradient=False)
-    assert (record.differences, record.run, record.gradient) == ({}, address, {})
+    changes = {"num_steps": 3, "checkpoint.every": 2, "log.keep_samples": 1, "reward.weights": (1.0,)}
+    list(steps(tiny(**SHORT | changes, **{"reward.functions": ("tests.tools.test_replay.random_reward",)}), address))
+    before, lines = contents(cloud), []
+    record = replay.step(address, 3, with_gradient=False, show=lines.append)
+    assert (record.differences, record.exact, record.run, record.gradient) == ({}, True, address, {})
+    assert "the checkpoint of step 2, with the samples that the run kept" in lines[0]
+    assert any(name.endswith("random_reward/drawn") for name in record.logged)  # a number of `log_metric`
     assert contents(cloud) == before
 
 

@@ -90,6 +90,7 @@ def test_a_page_holds_all_it_needs_and_a_browser_may_load_nothing(sick_page):
 def test_a_finding_is_told_and_marked_at_its_steps_as_is_a_rollback(sick_page, wording):
     card = sick_page[sick_page.index('<article class="card error">') :].split("</article>")[0]
     assert "entropy_explosion" in card
+    assert re.search(r"<code>jaxrl replay --run \S+ --step 27 ", sick_page)
     wording(re.search(r"<dt>step 27</dt>\s*<dd>([^<]*)", sick_page)[1])
     marked = {title: roles(figure, "mark") for title, figure in figures(sick_page).items()}
     down, bar = marked.pop("Entropy")

@@ -31,6 +31,15 @@ def read_health_section(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def is_run_of_train(path: Path) -> bool:
+    """Returns whether a path is the work directory of a run of `train`, whose steps `jaxrl replay` can open."""
+    try:
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return "group_size" in fields
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def read(path: Path, *other_paths: Path) -> list[LogRecord]:
     """Returns the records of a run, from a work directory of jaxrl_llm or from files of another trainer.
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import bucket
-from jaxrl_llm.tools.replay import step_file
+from jaxrl_llm.tools.replay import from_file, step_file
 from jaxrl_llm.tools.replay.record import StepRecord, WhatIf
-from jaxrl_llm.tools.replay.steps import ABSOLUTE, RELATIVE, compared_names, step
+from jaxrl_llm.tools.replay.steps import ABSOLUTE, RELATIVE, compared_names, is_close, step
 
 DIFFERS = 1  # exit code if a value differs
 # Metrics of updates that --change compares.
@@ -25,43 +25,47 @@ COMPARED = ("grad_norm", "update_norm", "clip/fraction", "importance/mean", "los
 
 def main() -> None:
     args = parse()
+    made: dict[str, tuple[float, float]] = {}
     if args.source:
         record = step_file.load(args.source)
+        first_weights = Path(record.config["model"]["path"])
+        if args.model or (record.step == 1 and record.gradient and first_weights.is_dir()):
+            made = from_file.loss_and_gradient(record, args.model)
     else:
         changes = dict(change.split("=", 1) for change in args.change)
         record = step(args.run, args.step, with_gradient=bool(args.to or args.export), changes=changes)
-    print("\n".join(map(printable, verdict(record) + comparison(record.what_if))), flush=True)
+    lines = verdict(record) + comparison(record.what_if)
+    lines += made_again(record, made, args.model) if args.source else []
+    print("\n".join(map(printable, lines)), flush=True)
     if args.export:
         step_file.save(record, args.export)
         print(f"wrote {args.export}")
     if args.to:
         write_page(record, args.to)
         print(f"wrote {args.to}")
-    sys.exit(DIFFERS * bool(record.differences))
+    sys.exit(DIFFERS * (bool(record.differences) or not all(is_close(*pair) for pair in made.values())))
 
 
 def parse() -> Namespace:
     """Returns the arguments of the command line. Raises: UserError, for arguments that do not fit together."""
     parser = Parser("jaxrl_llm.tools.replay", description=__doc__)
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="work directory of a run of train, which may be running"
-    )
+    about_run = "work directory of a run of train, which may be running"
+    parser.add_argument("--run", type=Path, metavar="DIR", help=about_run)
     parser.add_argument("--step", type=int, metavar="N", help="step to make again, from 1")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="file of --export, instead of a run")
+    about_model = "with --from: weights before the step, or its adapters (default for step 1: the config's model)"
+    parser.add_argument("--model", default="", metavar="DIR", help=about_model)
     parser.add_argument("--to", type=Path, metavar="FILE.html", help="also write a page about the step")
     parser.add_argument("--export", type=Path, metavar="FILE", help="also write the arrays of the step as safetensors")
-    parser.add_argument(
-        "--change",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="also make the updates with this value of a config field, on the same samples, and compare them",
-    )
+    about_change = "also make the updates with this value of a config field, on the same samples, and compare them"
+    parser.add_argument("--change", action="append", default=[], metavar="FIELD=VALUE", help=about_change)
     args = parser.parse_args()
     if bool(args.source) == bool(args.run) or bool(args.run) != (args.step is not None):
         raise UserError("use either --run DIR with --step N, or --from FILE alone")
     if args.source and (args.change or args.export):
         raise UserError("--change and --export need the weights of the run: use them with --run DIR --step N")
+    if args.model and not args.source:
+        raise UserError(f"--model {args.model} has no effect with --run, which has the weights: remove --model")
     for change in args.change:
         if "=" not in change:
             raise UserError(f"--change {change}: must be FIELD=VALUE, such as loss.clip_high=0.28")
@@ -94,6 +98,19 @@ def comparison(what_if: WhatIf | None) -> list[str]:
     for name, *values in rows:
         lines.append(f"  {name:36}" + "".join(f"{'–' if x is None else format(x, '.5g'):>12}" for x in values))
     return [*lines, f"  {'cosine of the two updates':36}{what_if.cosine:12.6f}"]
+
+
+def made_again(record: StepRecord, made: dict[str, tuple[float, float]], model: str) -> list[str]:
+    """Returns a table of loss and gradient in a file and with weights. made: of `from_file.loss_and_gradient`."""
+    if not made:
+        return [f"note: use --model DIR, the weights before step {record.step}, to make loss and gradient again"]
+    count, weights = len(record.first_update), model or record.config["model"]["path"]
+    lines = [f"the first update of the step, of {count} prompts, made again with the weights of {weights}:"]
+    lines.append(f"  {'':36}{'in the file':>14}{'now':>14}")
+    for name, (stored, now) in made.items():
+        differs = "" if is_close(stored, now) else "  differs"
+        lines.append(f"  {name:36}{stored:14.6g}{now:14.6g}{differs}")
+    return lines
 
 
 def write_page(record: StepRecord, file: Path) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
+from jaxrl_llm.learner.completion_gradients import make_completion_gradients
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.learner.scorers import States
-from jaxrl_llm.learner.update import BALANCE, Learner, make_gradient
+from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine import sharding, transfers
-from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
@@ -33,8 +30,7 @@ COLUMNS = {
     "importance/mean": "weight",
     "mask/off_policy": "masked",
 }
-FIRST_EPOCH = ("logprobs", "gap", "weight")  # columns that compare the policy with the sampler, or describe it
-PROMPT_FIELDS = ("prompts", "prompt_mask", "images")  # fields of a `Batch` that the completions of a group share
+FIRST_EPOCH = ("logprobs", "loss", "gap", "weight")  # columns that compare the policy with the sampler, or describe it
 
 
 class StepObserver:
@@ -50,6 +46,8 @@ class StepObserver:
         self._sums: dict[str, np.ndarray] = {}  # sums over the epochs of each column [B, G, C]
         self.batch: Batch  # batch of the updates on the host, from the first update on
         self.gradient: dict[str, np.ndarray] = {}  # "norm" and "cosine" [B, G]
+        self.first_update: list[int] = []  # indices of the prompts of the first update
+        self.coefficients: dict[str, float] = {}  # coefficients of the first update
         self.credit_inputs: tuple[Any, ...] = ()  # arguments of the step's credit assignment
         self._keep_states = keep_states
         self.states: States = {}  # states of the learners before the step, on the host
@@ -65,7 +63,8 @@ class StepObserver:
         coefs = self._policy.coefficients(state)
         numbers = transfers.to_host(self._token_numbers((self._policy.all_parameters(state), coefs), part))
         if not self._sums:
-            self.batch = transfers.to_host(batch)
+            self.batch, self.first_update = transfers.to_host(batch), rows.tolist()
+            self.coefficients = {name: float(x) for name, x in transfers.to_host(coefs).items()}
             shape = self.batch.loss_mask.shape
             self._sums = {name: np.zeros(shape) for name in numbers}
         is_first_epoch = not self._visits[rows].any()
@@ -83,6 +82,13 @@ class StepObserver:
         whole_norm, norm, product = (np.asarray(x, np.float64) for x in (whole, norms, products))
         self.gradient["norm"][rows] = norm
         self.gradient["cosine"][rows] = product / np.maximum(norm * whole_norm, 1e-30)
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Returns `StepRecord.inputs`."""
+        batch = self.batch
+        inputs = {f"columns/{name}": x for name, x in batch.columns.items()}
+        inputs |= {f"images/{name}": x for name, x in vars(batch.images).items()} if batch.images else {}
+        return inputs | ({} if batch.policy_mask is None else {"policy_mask": batch.policy_mask})
 
     def columns(self) -> dict[str, np.ndarray]:
         """Returns the columns of the step [B, G, C]: those of its updates, and those of its batch."""
@@ -140,55 +146,3 @@ def make_token_numbers(
         return {name: jnp.where(mask, jnp.broadcast_to(x, mask.shape), 0.0) for name, x in columns.items()}
 
     return forward.score_in_microbatches(per_token, mesh, microbatch)
-
-
-def make_completion_gradients(
-    policy: Learner, mesh: Mesh, microbatch: int
-) -> Callable[..., tuple[Array, Array, Array]]:
-    """Returns `gradients(params, batch, coefs, base)` -> norm of the whole gradient, norms and products [B, G].
-
-    The norms are those of each completion's term of the gradient; the terms add up to the gradient. The products are
-    the scalar products of terms and gradient. The terms are computed one after the other, so that memory holds one.
-    """
-    place = NamedSharding(mesh, sharding.BATCH)
-
-    @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
-    def gradients(params: PyTree, batch: Batch, coefs: dict[str, Array], base: PyTree) -> tuple[Array, Array, Array]:
-        whole, _ = policy.gradient(microbatch)(params, batch, coefs, base)
-        token_weights = policy.aggregate(batch.loss_mask)
-        # The load-balance loss is a loss of the whole batch, and belongs to no completion.
-        own_coefs = {name: x for name, x in coefs.items() if name != BALANCE}
-
-        def term(index: tuple[Array, Array]) -> tuple[Array, Array]:
-            alone, weights = jax.lax.with_sharding_constraint(
-                select_completion(batch, token_weights, *index, copies=sharding.prompt_shards(mesh)), place
-            )
-            # The weights come from the whole update, because their denominators count all of its tokens.
-            gradient = make_gradient(
-                policy.objective, mesh, 0, aggregate=lambda mask: weights, dtype="float32", combine=policy.base.combine
-            )
-            grads, _ = gradient(params, alone, own_coefs, base)
-            return optax.global_norm(grads), jnp.asarray(optax.tree.vdot(grads, whole))
-
-        b, g, _ = batch.completions.shape
-        norms, products = jax.lax.map(term, jnp.divmod(jnp.arange(b * g), g))
-        return optax.global_norm(whole), norms.reshape(b, g), products.reshape(b, g)
-
-    return gradients
-
-
-def select_completion(batch: Batch, weights: Array, b: Array, g: Array, *, copies: int) -> tuple[Batch, Array]:
-    """Returns the batch with completion g of prompt b alone, and its entries of the token weights.
-
-    copies: number of prompts in the result, at least one per device; only the first has tokens that count.
-    """
-
-    def repeat(x: Array) -> Array:
-        return jnp.broadcast_to(x, (copies, *x.shape[1:]))
-
-    shared = {name: jax.tree.map(lambda x: repeat(x[b][None]), getattr(batch, name)) for name in PROMPT_FIELDS}
-    own = replace(batch, **dict.fromkeys(PROMPT_FIELDS), packed_index=None)
-    own, weights = jax.tree.map(lambda x: repeat(x[b, g][None, None]), (own, weights))
-    is_first = jnp.arange(copies).reshape(-1, 1, 1) == 0
-    masks = {name: getattr(own, name) & is_first for name in ("completion_mask", "loss_mask")}
-    return replace(own, **shared, **masks), weights

@@ -33,8 +33,8 @@ class StepRecord:
     """A replayed step. The letters B, G, P and C are those of `structs`.
 
     The numbers per token in `columns` are the ones that the loss computed, with the weights before the update of the
-    token's prompt: in the first epoch for logprobs, gap and weight, and as the mean over the epochs for all others.
-    They are 0 on tokens that are not trained on.
+    token's prompt: in the first epoch for logprobs, loss, gap and weight, and as the mean over the epochs for the
+    others. They are 0 on tokens that are not trained on.
     """
 
     run: str  # folder or address of the run
@@ -63,9 +63,12 @@ class StepRecord:
     # {"norm", "cosine": [B, G] float32}: norm of a completion's term of the gradient, and its cosine to the whole
     # gradient; {} if they were not computed.
     gradient: dict[str, np.ndarray] = field(default_factory=dict)
-    fingerprints: dict[
-        str, str
-    ]  # hashes of models, rows and code of the run, and versions and processor of this replay
+    # Further inputs of the loss: policy_mask, columns/NAME and images/NAME, as the fields of `structs.Batch`.
+    inputs: dict[str, np.ndarray] = field(default_factory=dict)
+    coefficients: dict[str, float] = field(default_factory=dict)  # of the first update, such as kl/coef
+    first_update: list[int] = field(default_factory=list)  # indices of the prompts of the first update
+    # Hashes of models, rows and code of the run, and versions and processor of this replay.
+    fingerprints: dict[str, str]
     rows: list[dict[str, Any]]  # B data rows, as values of JSON; long texts are shortened
     token_ids: list[int]  # the token ids that occur in prompts and completions, sorted
     token_texts: list[str]  # their texts

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,15 +19,18 @@ from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import resolve, split_call
 from jaxrl_llm.errors import UserError, check_local
 from jaxrl_llm.machine import bucket, disk
+from jaxrl_llm.recipe.missing import collected
 from jaxrl_llm.recipe.recipe import Recipe
-from jaxrl_llm.rollout.actor import WeightLease
+from jaxrl_llm.rollout.actor import Actor, WeightLease
 from jaxrl_llm.session import alike, changes, checkpoint, json_lines
 from jaxrl_llm.session.changes import Change, ChangedInputs
 from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.session.rollback import Decision, Rollbacks
+from jaxrl_llm.session.sample_files import FOLDER, SampleFiles
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.tasks import REWARDS
+from jaxrl_llm.tools.replay.stored import StoredActor
 from jaxrl_llm.tools.report.runs import read_config
 
 JUDGE = "jaxrl_llm.tasks.judge"  # module of rewards that ask a server
@@ -44,12 +48,14 @@ class ReplayStart:
     logged: dict[str, Any]  # line of the step in metrics.jsonl
     saved: SavedRun | None  # the run's checkpoints, None if it has none
     notes: dict[str, Any] | None  # notes of a checkpoint, which tell models, rows, code and machine of the run
+    files: SampleFiles | None  # files with the samples of all steps from the checkpoint on; None: sample them again
 
     def announcement(self) -> str:
         """Returns one line that says how many steps will run."""
         count = self.step - self.start
         origin = f"the checkpoint of step {self.start}" if self.start else "the start of the run"
-        return f"step {self.step} of {self.run}: running {count} step{'s' * (count > 1)} from {origin}"
+        line = f"step {self.step} of {self.run}: running {count} step{'s' * (count > 1)} from {origin}"
+        return f"{line}, with the samples that the run kept" if self.files else line
 
     def other_machine(self) -> str:
         """Returns the differences between the machine of the run and this one, such as "JAX 0.10.1, now 0.10.2"."""
@@ -66,15 +72,24 @@ def find_start(run: Path, step: int) -> ReplayStart:
     address = bucket.address(run)
     folder = bucket.fetch_run(run, "--run")
     records = {record["step"]: record for record in json_lines.read(folder / "metrics.jsonl")}
-    check_repeatable(folder)
+    config = read_config(folder)
+    if not hasattr(config, "group_size"):
+        raise UserError(f"--run {folder} is a run of sft, which samples nothing: use a run of train")
     last = max(records, default=0)
     if not 1 <= step <= last or step not in records:
         made = f"its last step is {last}" if last else "it has made no step yet"
         raise UserError(f"--step {step}: {address or run} has no such step; {made}: use a step from 1 to {last}")
-    checkpoints = (bucket.as_path(address) if address else run) / "checkpoints"
+    root = bucket.as_path(address) if address else run
+    checkpoints, files = root / "checkpoints", SampleFiles(root / FOLDER)
     saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None
     steps, decisions = saved.steps if saved else [], Rollbacks(folder).read()
     start, count = choose_start(step, steps, decisions, changes.read(folder))
+    missing = sorted({*range(start + 1, step + 1)} - files.steps())
+    if missing and (reason := why_unrepeatable(config.engine.name, config.reward.functions)):
+        raise UserError(
+            f"--step {step}: {reason} cannot be made again, and step {missing[0]} has no file of them: set "
+            "config.log.keep_samples = 1 in the next run"
+        )
     # The first checkpoint after the step was saved by the process that made the step.
     later_steps = [kept for kept in steps if kept >= step] or steps[-1:]
     return ReplayStart(
@@ -86,26 +101,19 @@ def find_start(run: Path, step: int) -> ReplayStart:
         logged=records[step],
         saved=saved,
         notes=saved.notes(later_steps[0]) if saved else None,
+        files=None if missing else files,
     )
 
 
-def check_repeatable(folder: Path) -> None:
-    """Raises: UserError, if the run in a folder samples or judges with a server, or samples nothing."""
-    config = read_config(folder)
-    if not hasattr(config, "group_size"):
-        raise UserError(f"--run {folder} is a run of sft, which samples nothing: use a run of train")
-    if config.engine.name == "vllm":
-        raise UserError(
-            "config.engine.name = 'vllm': the samples of a vLLM server cannot be made again: replay a run with engine "
-            "'jax'"
-        )
-    for text in config.reward.functions:
-        function = resolve(split_call(text)[0], REWARDS, "config.reward.functions")
-        if function.__module__ == JUDGE:
-            raise UserError(
-                f"config.reward.functions: the verdicts of {text} come from a server, and cannot be made again: replay "
-                "a run without a judge"
-            )
+def why_unrepeatable(engine: str, functions: Sequence[str]) -> str:
+    """Returns the samples or verdicts of a run that come from a server, with their field; "" if none do."""
+    if engine == "vllm":
+        return "config.engine.name = 'vllm': the samples of a vLLM server"
+    field = "config.reward.functions"
+    for text in functions:
+        if resolve(split_call(text)[0], REWARDS, field).__module__ == JUDGE:
+            return f"{field}: the verdicts of {text}"
+    return ""
 
 
 def choose_start(
@@ -142,11 +150,15 @@ def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLea
     config = read_config(start.folder)
     # The replay ends with the step, so that nothing is sampled for later steps, and it uses no logger.
     config.num_steps, config.log.to, config.log.project, config.log.profile = start.step, (), "", ""
-    with TemporaryDirectory(prefix="jaxrl-replay-") as temporary, redirect_stdout(io.StringIO()):
+    # Files of samples replace the engine and the judge, which this machine may lack.
+    checked = collected() if start.files else nullcontext()
+    with TemporaryDirectory(prefix="jaxrl-replay-") as temporary, redirect_stdout(io.StringIO()), checked:
         workdir = Path(temporary)
         copy_run(start, workdir)
         try:
-            with opened_run(config, workdir, recipes.read, make_quiet_run) as (session, parts):
+            start_actor = partial(StoredActor, start.files) if start.files else None
+            make = partial(make_quiet_run, start_actor=start_actor)
+            with opened_run(config, workdir, recipes.read, make) as (session, parts):
                 if start.notes and not start.start:
                     session.checkpoints.check_inputs(flatten(config), start.start, start.notes)
                 lease = session.restore()
@@ -172,7 +184,10 @@ def copy_run(start: ReplayStart, workdir: Path) -> None:
         disk.replace(rollbacks / f"{number}.json", json.dumps(asdict(decision)))
 
 
-def make_quiet_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Parts]:
-    """Builds the run of a replay, which tests nothing and saves no checkpoint."""
+def make_quiet_run(
+    work_directory: WorkDirectory, recipe: Recipe, start_actor: Callable[..., Actor] | None
+) -> tuple[Session, Parts]:
+    """Builds the run of a replay, which tests nothing and saves no checkpoint. start_actor: argument of `make_run`."""
     health = replace(recipe.health, self_test=False)
-    return make_run(work_directory, replace(recipe, health=health, checkpoint=replace(recipe.checkpoint, keep=0)))
+    quiet = replace(recipe, health=health, checkpoint=replace(recipe.checkpoint, keep=0))
+    return make_run(work_directory, quiet, start_actor)

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from jaxrl_llm.build import Parts
-from jaxrl_llm.data import encoding, image_files, image_layout
+from jaxrl_llm.data import encoding
 from jaxrl_llm.session import alike
+from jaxrl_llm.session.log import json_number, thumbnails
 from jaxrl_llm.session.record import Record
-from jaxrl_llm.structs import Images
 from jaxrl_llm.tools.replay.observer import StepObserver, observed
 from jaxrl_llm.tools.replay.record import StepRecord
 from jaxrl_llm.tools.replay.start import ReplayStart, find_start, restored_run
@@ -67,12 +67,10 @@ def step(
 
 def make_record(start: ReplayStart, parts: Parts, observer: StepObserver, record: Record) -> StepRecord:
     """Returns the record of a replayed step. record: result of the step, as the run would log it."""
-    metrics = {name: plain_number(value) for name, value in record.summary().items()}
+    metrics = {name: json_number(value) for name, value in record.summary().items()}
     reasons = reasons_for_rounding(start)
-    samples, batch = record.samples, observer.batch
-    assert samples, "a step of train samples"
-    rewards = samples.wait_for_grades().rewards
-    prompts, rollouts = samples.prompts, samples.rollouts
+    assert record.samples, "a step of train samples"
+    prompts, rollouts = record.samples.prompts, record.samples.rollouts
     token_ids = np.union1d(prompts.tokens[prompts.mask], rollouts.completions[rollouts.completion_mask]).tolist()
     return StepRecord(
         run=start.run,
@@ -84,21 +82,19 @@ def make_record(start: ReplayStart, parts: Parts, observer: StepObserver, record
         exact=not reasons,
         prompts=prompts.tokens,
         prompt_mask=prompts.mask,
-        completions=rollouts.completions,
-        completion_mask=rollouts.completion_mask,
-        loss_mask=batch.loss_mask,
-        truncated=rollouts.truncated,
-        versions=rollouts.versions,
-        advantages=batch.advantages,
-        rewards=batch.rewards,
-        channels=rewards.channels,
+        **{name: getattr(rollouts, name) for name in ("completions", "completion_mask", "truncated", "versions")},
+        **{name: getattr(observer.batch, name) for name in ("loss_mask", "advantages", "rewards")},
+        channels=record.samples.wait_for_grades().rewards.channels,
         columns=observer.columns(),
         gradient=observer.gradient,
+        inputs=observer.inputs(),
+        coefficients=observer.coefficients,
+        first_update=observer.first_update,
         fingerprints=(start.notes["began_with"] if start.notes else {}) | alike.machine(),
         rows=[plain(row) for row in prompts.rows],
         token_ids=token_ids,
         token_texts=encoding.decode([[token] for token in token_ids], parts.tokenizer),
-        images=thumbnails(prompts.images, len(prompts.rows)),
+        images=[thumbnails(prompts.images, b) for b in range(len(prompts.rows))] if prompts.images else [],
         notes=reasons,
     )
 
@@ -123,21 +119,19 @@ def differences(
     pairs = {name: (logged.get(name), replayed.get(name)) for name in names}
 
     def is_equal(one: float | None, other: float | None) -> bool:
-        if exact or one is None or other is None:
-            return one == other
-        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return one == other if exact or one is None or other is None else is_close(one, other)
 
     return {name: pair for name, pair in pairs.items() if not is_equal(*pair)}
+
+
+def is_close(one: float, other: float) -> bool:
+    """Returns whether two values are equal but for the rounding of another machine."""
+    return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
 
 
 def compared_names(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
     """Returns the metrics of a logged and a replayed step that must be equal."""
     return [name for name in {**logged, **replayed} if name != "step" and not name.startswith(NOT_COMPARED)]
-
-
-def plain_number(value: Any) -> float | int | None:
-    """Returns a metric as metrics.jsonl holds it: None if it is not finite."""
-    return value if isinstance(value, int) else float(value) if math.isfinite(value) else None
 
 
 def plain(value: Any) -> Any:
@@ -150,15 +144,3 @@ def plain(value: Any) -> Any:
         return value
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
-
-
-def thumbnails(images: Images | None, count: int) -> list[list[str]]:
-    """Returns small copies of the images of each prompt as data URLs; [] if the prompts have no images."""
-    if images is None:
-        return []
-    from PIL import Image  # an extra, which rows with images need anyway
-
-    return [
-        [image_files.thumbnail(Image.fromarray(pixels)) for pixels in image_layout.pixels(images, b)]
-        for b in range(count)
-    ]

@@ -66,6 +66,10 @@ class ReportedRun(NamedTuple):
             return RunVerdict("early", f"no finding yet; most rules need {START_STEPS + RECENT_STEPS + 1} steps")
         return RunVerdict("healthy", ", ".join(["healthy", *counts]))
 
+    def replay_command(self, span: FindingSpan) -> str:
+        """Returns the command that opens the first step of a finding; "" for a run of sft, which samples nothing."""
+        return span.replay_command(str(self.workdir)) if hasattr(self.config, "group_size") else ""
+
     def latest(self, metric: str) -> tuple[int, float] | None:
         """Returns the last finite value of a metric and its step."""
         for record in reversed(self.records):
@@ -147,7 +151,7 @@ class Reader:
 def read_config(workdir: Path) -> Config:
     """Reads the config of a run. Raises: UserError, if the folder has none."""
     try:
-        config: Config = ConfigDict(_tuples(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
+        config: Config = ConfigDict(tuples(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
         config.health.to_dict()
     except (OSError, ValueError, TypeError, AttributeError):
         raise UserError(
@@ -156,11 +160,11 @@ def read_config(workdir: Path) -> Config:
     return config
 
 
-def _tuples(value: Any) -> Any:
+def tuples(value: Any) -> Any:
     """Returns a value of JSON with tuples in place of lists, because configs hold tuples."""
     if isinstance(value, dict):
-        return {name: _tuples(x) for name, x in value.items()}
-    return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
+        return {name: tuples(x) for name, x in value.items()}
+    return tuple(tuples(x) for x in value) if isinstance(value, list) else value
 
 
 def read_settings(config: Config) -> SettingsReport:

@@ -1,0 +1,77 @@
+"""Makes loss and gradient of a step again from its file, with weights in the place of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.build import policy_alone
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.completion_gradients import make_completion_gradients
+from jaxrl_llm.machine import transfers
+from jaxrl_llm.recipe.missing import collected
+from jaxrl_llm.structs import Batch, Config, Images
+from jaxrl_llm.tools.replay.observer import make_token_numbers
+from jaxrl_llm.tools.replay.record import StepRecord
+from jaxrl_llm.tools.report.runs import tuples
+
+# Fields of a config that decide about samples alone, and may name files and functions that this machine lacks.
+SAMPLING = {"reward.functions": ("arithmetic.accuracy",), "reward.weights": (1.0,), "data.source": "arithmetic.train"}
+SAMPLING |= {"data.convert": "", "data.mixture": ConfigDict()} | dict.fromkeys(("env", "turns", "eval"))
+# Fields of `Batch` that a record has as fields, and in `columns`.
+IN_RECORD = ("prompts", "prompt_mask", "completions", "completion_mask", "loss_mask", "advantages")
+IN_COLUMNS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
+
+
+def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, float]]:
+    """Computes loss and gradient of a step's first update again. Returns {quantity: (in the file, now)}.
+
+    model: folder or hub id of the weights before the step, of adapters in a run with adapters; "" = the weights with
+    which the run of the file's config starts.
+    Raises: UserError, if the file has no gradient, or this machine lacks the model or a function of the loss.
+    """
+    if not record.gradient:
+        raise UserError(f"--from: the file has no gradient, because step {record.step} trained the critic alone")
+    config: Config = ConfigDict(tuples(record.config))
+    for name, value in SAMPLING.items():
+        section, _, field = name.rpartition(".")
+        (config[section] if section else config)[field] = value
+    if model:
+        fields = flatten(config)
+        config.update_from_flattened_dict({"adapters.path" if "adapters.path" in fields else "model.path": model})
+    with collected():
+        recipe = recipes.read(config)
+    rows = np.array(record.first_update)
+    learner, model_of_policy, mesh = policy_alone(recipe, len(rows))
+    params, base = learner.init().params, learner.base
+    batch = transfers.shard_batch(jax.tree.map(lambda x: x[rows], batch_of(record)), mesh)
+    coefs = {name: np.float32(x) for name, x in record.coefficients.items()}
+    token_numbers = make_token_numbers(learner, model_of_policy, recipe.rollout.sampling, mesh, recipe.microbatch)
+    numbers = transfers.to_host(token_numbers((base.combine(base.params, params), coefs), batch))
+    whole, norms, _ = make_completion_gradients(learner, mesh, recipe.microbatch)(params, batch, coefs, base.params)
+    mask, shares = record.loss_mask[rows], np.prod([*record.gradient.values()], axis=0)[rows]
+    weights = np.asarray(learner.aggregate(jax.device_put(mask)))
+    both = {name: (record.columns[name][rows], numbers[name]) for name in ("logprobs", "loss")}
+    pairs: dict[str, Any] = {
+        "mean log-probability": [x[mask].mean(dtype=np.float64) for x in both["logprobs"]],
+        "loss": [(x * weights)[mask].sum(dtype=np.float64) for x in both["loss"]],
+        "norm of the gradient": [shares.sum(dtype=np.float64), whole],
+    }
+    pairs["largest norm of a completion"] = [record.gradient["norm"][rows].max(), np.asarray(norms).max()]
+    return {name: (float(one), float(other)) for name, (one, other) in pairs.items()}
+
+
+def batch_of(record: StepRecord) -> Batch:
+    """Returns the batch of a step's updates, as its file holds it."""
+    tables: dict[str, dict[str, Any]] = {"": {}, "columns": {}, "images": {}}
+    for name, array in record.inputs.items():
+        table, _, key = name.rpartition("/")
+        tables[table][key] = array
+    fields = {name: getattr(record, name) for name in IN_RECORD} | tables[""]
+    fields |= {name: record.columns.get(name) for name in IN_COLUMNS} | {"columns": tables["columns"]}
+    return Batch(**fields, images=Images(**tables["images"]) if tables["images"] else None)
