@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiny as tiny_model
 from test_rollback import NO_EVALUATION, add_rules, back
 from test_sample_files import make_samples
 from test_steps import SHORT, tiny
@@ -258,21 +259,22 @@ def test_the_start_of_a_replay_is_the_newest_checkpoint_of_its_attempt():
             choose_start(step, kept, [], [change])
 
 
-SMALL = {
+SIZES = {
     "num_steps": 3, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "mesh.fsdp": 1, "log.to": (),
     "checkpoint.every": 1, "checkpoint.keep": 9, "checkpoint.keep_best": 0, "eval": None, "health.self_test": False,
     "log.completions_every": 0, "optim.warmup_steps": 1, "reward.timeout": 0.0,
 }  # fmt: skip
-RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what differs from SMALL
+MODEL, FEW = {"model.path": str(tiny_model.SMALL)}, {"prompts_per_step": 4, "mesh.data": 2}
+RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what differs from SIZES
     "a critic and two epochs by minibatches": (
         "ppo", {"prompts_per_update": 4, "epochs": 2, "microbatch": 2, "critic.warmup_steps": 1,
-                "optim.learning_rate": 3e-3, "optim.decay": "constant"},
+                "optim.learning_rate": 3e-3, "optim.decay": "constant", **MODEL},
     ),
-    "adapters and resampling": ("lora", {"rollout.resample_rounds": 2}),
-    "episodes and two updates": ("search_grpo", {"prompts_per_update": 4}),
-    "images": ("pictures", {}),
+    "adapters and resampling": ("lora", {"rollout.resample_rounds": 2, **MODEL}),
+    "episodes and two updates": ("search_grpo", {"prompts_per_update": 2, **FEW}),
+    "images": ("pictures", {"prompts_per_update": 4, **FEW}),
     "a lag and partial rollouts on eight devices": (
-        "grpo", {"rollout.max_lag": 1, "rollout.partial": 4, "mesh.data": 4, "mesh.tensor": 2},
+        "grpo", {"rollout.max_lag": 1, "rollout.partial": 4, "mesh.data": 4, "mesh.tensor": 2, **MODEL},
     ),
 }  # fmt: skip
 
@@ -282,7 +284,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what d
 def test_steps_of_all_kinds_of_runs_are_made_again_bit_for_bit(kind, tmp_path):
     name, changes = RUNS[kind]
     config = load(name)
-    config.update_from_flattened_dict(SMALL | changes)
+    config.update_from_flattened_dict(SIZES | changes)
     list(steps(config, tmp_path / "run"))
     own_value = {"kl.coef": f"{config.kl.coef}"} if config.kl else {"optim.clip_norm": f"{config.optim.clip_norm}"}
     record = replay.step(tmp_path / "run", 3, changes=own_value)

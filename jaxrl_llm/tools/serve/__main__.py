@@ -25,6 +25,7 @@ from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.vllm.address import LOOPBACK
 
 KEY_VARIABLE = "JAXRL_API_KEY"
+USUAL_TOKENS = 512  # most tokens of a prompt, and of a completion, unless options set them
 SHUTDOWN_SECONDS = 5  # seconds for running requests when the server stops
 LIMITS = dict.fromkeys(
     ("max_prompt_tokens", "max_completion_tokens", "max_sequences", "max_waiting", "max_sessions"), Field(int, low=1)
@@ -45,8 +46,9 @@ def parse() -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
     add("--port", type=int, default=8000, help="port; 0 = any free one (default: %(default)s)")
     add("--api-key", default="", help=f"key of all requests (default: ${KEY_VARIABLE}, or none on this machine alone)")
-    add("--max-prompt-tokens", type=int, default=512, help="most tokens of a prompt (default: %(default)s)")
-    add("--max-completion-tokens", type=int, default=512, help="most tokens of a completion (default: %(default)s)")
+    usual = f"default: {USUAL_TOKENS}, or half of the model's positions if these are fewer"
+    add("--max-prompt-tokens", type=int, help=f"most tokens of a prompt ({usual})")
+    add("--max-completion-tokens", type=int, help=f"most tokens of a completion ({usual})")
     add("--max-sequences", type=int, default=16, help="completions at a time (default: %(default)s)")
     add("--max-waiting", type=int, default=256, help="completions that wait, before 429 (default: %(default)s)")
     add("--max-sessions", type=int, default=1024, help="sessions at a time, before 429 (default: %(default)s)")
@@ -56,7 +58,8 @@ def parse() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the random numbers of all requests (default: %(default)s)")
     args = parser.parse_args()
     for name, field in LIMITS.items():
-        if problem := field.problem(getattr(args, name)):
+        value = getattr(args, name)
+        if value is not None and (problem := field.problem(value)):
             raise UserError(f"--{name.replace('_', '-')} {problem}")
     args.api_key = args.api_key or os.environ.get(KEY_VARIABLE, "")
     if args.host not in LOOPBACK and not args.api_key:
@@ -116,26 +119,28 @@ def open_service(args: argparse.Namespace, folder: Path) -> Any:
     mesh = meshes.make_mesh(data=1, fsdp=-1, tensor=1)
     model = hf.load_model(folder, mesh, dtype=args.dtype)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), date.today().isoformat())
-    stop_ids, longest = hf.stop_ids(folder, tokenizer), args.max_prompt_tokens + args.max_completion_tokens
-    if longest > model.cfg.max_positions:
+    stop_ids, positions = hf.stop_ids(folder, tokenizer), model.cfg.max_positions
+    usual = min(USUAL_TOKENS, positions // 2)
+    prompt_tokens, completion_tokens = args.max_prompt_tokens or usual, args.max_completion_tokens or usual
+    if prompt_tokens + completion_tokens > positions:
         raise UserError(
-            f"--max-prompt-tokens {args.max_prompt_tokens} and --max-completion-tokens {args.max_completion_tokens}: "
-            f"the model has {model.cfg.max_positions} positions: lower one of them"
+            f"--max-prompt-tokens {prompt_tokens} and --max-completion-tokens {completion_tokens}: the model has "
+            f"{positions} positions: lower one of them"
         )
     sampler = Sampler(
-        model, mesh, max_completion_tokens=args.max_completion_tokens, stop_ids=stop_ids, pad_id=tokenizer.pad_token_id
+        model, mesh, max_completion_tokens=completion_tokens, stop_ids=stop_ids, pad_id=tokenizer.pad_token_id
     )
     sampler.update_weights(hf.load_params(folder, model, mesh, learns=False))
     engine, sampling = EngineThread(args.max_waiting), Sampling(1.0, args.top_k, args.top_p)
-    sizes = dict(rows=args.max_sequences, prompt_width=args.max_prompt_tokens)
+    sizes = dict(rows=args.max_sequences, prompt_width=prompt_tokens)
     engine.start(sampler.open_stream(engine, keys.key(args.seed), sampling=sampling, **sizes))
     served = ServedModel(
         name=args.name or folder.resolve().name,
         tokenizer=tokenizer,
         stop_ids=frozenset(stop_ids),
         vocab_size=model.cfg.vocab_size,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_completion_tokens=args.max_completion_tokens,
+        max_prompt_tokens=prompt_tokens,
+        max_completion_tokens=completion_tokens,
         sampling=sampling,
         max_sessions=args.max_sessions,
     )
