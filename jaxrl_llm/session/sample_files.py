@@ -1,4 +1,4 @@
-"""The samples of a run in files: what a replay cannot make again from a judge, a tool, a vLLM server or a clock.
+"""The files of a run's samples. A replay reads what a judge, a tool, a vLLM server or a clock would give anew.
 
 A step has one compressed file of each process, samples/STEP-PROCESS.npz in the work directory, also in a bucket. It is
 written before the step's line of metrics.jsonl, and holds the tokens without padding.
@@ -50,7 +50,7 @@ class SampleFiles:
         self._folder, self._every, self._check_lock = folder, every, check_lock
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the samples of a step are kept: those of steps 1, N + 1, 2 N + 1 and so on."""
+        """Returns whether the samples of a step are kept, as at steps 1, N + 1, 2 N + 1 and so on."""
         return self._every > 0 and (step - 1) % self._every == 0
 
     def steps(self) -> set[int]:
@@ -130,7 +130,7 @@ def to_arrays(samples: Samples) -> dict[str, Any]:
 
 
 def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task: SampledTask) -> Samples:
-    """Returns samples from the arrays of `to_arrays`, those of all processes joined. notes: of each process."""
+    """Returns samples from the arrays of `to_arrays`, those of all processes joined. notes: notes of each process."""
     mask, pad_id = arrays["completion_mask"], task.tokenizer.pad_token_id
 
     def padded(name: str) -> np.ndarray:

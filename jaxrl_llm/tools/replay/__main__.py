@@ -101,7 +101,10 @@ def comparison(what_if: WhatIf | None) -> list[str]:
 
 
 def made_again(record: StepRecord, made: dict[str, tuple[float, float]], model: str) -> list[str]:
-    """Returns a table of loss and gradient in a file and with weights. made: of `from_file.loss_and_gradient`."""
+    """Returns a table of loss and gradient in a file and with weights.
+
+    made: result of `from_file.loss_and_gradient`.
+    """
     if not made:
         return [f"note: use --model DIR, the weights before step {record.step}, to make loss and gradient again"]
     count, weights = len(record.first_update), model or record.config["model"]["path"]

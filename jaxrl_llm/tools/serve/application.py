@@ -185,7 +185,7 @@ def _sampling_routes(service: Service) -> APIRouter:
 
 
 def _session_routes(service: Service) -> APIRouter:
-    """Returns the routes of a session: those that sample, its trace, and its end."""
+    """Returns the routes of a session, which sample, return its trace, and end it."""
     router = APIRouter(responses=STATUSES, dependencies=[Depends(check_session_id)])
     router.include_router(_sampling_routes(service))
 

@@ -329,7 +329,7 @@ class ScriptRun(Interpreter):
         return [self.parsed(entry, node) for entry in parser.value if isinstance(entry, ScriptObject)]
 
     def parsed(self, entry: ScriptObject, node: ast.Call) -> Any:
-        """Returns what a parser makes of one of its classes: of TRL's config, what the script itself assigns to it."""
+        """Returns what a parser makes of one of its classes. TRL's config has what the script itself assigns to it."""
         if (name := last_part(entry.value)) in CONFIGS:
             return unread_config(CONFIGS[name], node)
         return Unread(snippet(node)) if entry.value else self.instance(entry, node)
