@@ -266,7 +266,10 @@ SIZES = {
     "checkpoint.every": 1, "checkpoint.keep": 9, "checkpoint.keep_best": 0, "eval": None, "health.self_test": False,
     "log.completions_every": 0, "optim.warmup_steps": 1, "reward.timeout": 0.0,
 }  # fmt: skip
-MODEL, FEW = {"model.path": str(tiny_model.SMALL)}, {"prompts_per_step": 4, "mesh.data": 2}
+MODEL, FEW = (
+    {"model.path": str(tiny_model.SMALL)},
+    {"prompts_per_step": 4, "group_size": 2, "mesh.data": 2, "num_steps": 2},
+)
 RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what differs from SIZES
     "a critic and two epochs by minibatches": (
         "ppo", {"prompts_per_update": 4, "epochs": 2, "microbatch": 2, "critic.warmup_steps": 1,
@@ -289,7 +292,7 @@ def test_steps_of_all_kinds_of_runs_are_made_again_bit_for_bit(kind, tmp_path):
     config.update_from_flattened_dict(SIZES | changes)
     list(steps(config, tmp_path / "run"))
     own_value = {"kl.coef": f"{config.kl.coef}"} if config.kl else {"optim.clip_norm": f"{config.optim.clip_norm}"}
-    record = replay.step(tmp_path / "run", 3, changes=own_value)
+    record = replay.step(tmp_path / "run", config.num_steps, changes=own_value)
     assert (record.differences, record.exact) == ({}, True)
     assert token_mean(record, "entropy") == pytest.approx(record.logged["entropy"], abs=5e-6)
     assert ("values" in record.columns, bool(record.images)) == ("critic" in kind, kind == "images")
