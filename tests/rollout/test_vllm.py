@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_distributed import CONFIGS, Processes
+from test_distributed import ASSETS, CONFIGS, Processes
 from test_distributed import TINY as FEW_STEPS
 from test_episodes import Echo
 from test_families import random_model
@@ -606,7 +606,7 @@ def test_two_workers_share_a_download_and_survive_a_refused_push(
 def test_two_processes_with_a_server_each_sample_what_one_process_does(server, pair, tmp_path):
     steps, config = {}, ROOT / "configs" / "grpo_vllm.py"
     fields = (*FEW_STEPS, *CONFIGS["grpo"], "log.completions_every=1", "engine.managed=false")
-    fields += (f"engine.weights_dir={tmp_path}",)
+    fields += (f"engine.weights_dir={tmp_path}", f"model.path={ASSETS}/arithmetic")  # the model of both servers
     for index, each in enumerate((server, pair)):
         (tmp_path / f"socket{index}").symlink_to(each.url.removeprefix(address.UNIX))
     for count, servers in ((1, server.url), (2, f"{address.UNIX}{tmp_path}/socket{{process}}")):
