@@ -60,22 +60,26 @@ class Trace:
     def __init__(self) -> None:
         self.calls: list[TraceCall] = []
         self.tokens = 0  # prompt and completion tokens of all calls
+        self._texts = set[tuple[int, ...]]()  # texts of all calls
+        self._lengths = set[int]()  # lengths of these texts
+        self._starts = set[tuple[int, ...]]()  # prompts that continue no call
 
     def add(self, call: TraceCall) -> bool:
         """Adds a call. Returns whether it is a restart."""
-        earlier_restarts = self.restarts
+        earlier_restarts, text = self.restarts, call.text
         self.calls.append(call)
-        self.tokens += len(call.text)
+        self.tokens += len(text)
+        self._texts.add(text)
+        self._lengths.add(len(text))
+        if not any(call.prompt[:length] in self._texts for length in self._lengths):
+            self._starts.add(call.prompt)
+        self._starts -= {prompt for prompt in self._starts if prompt[: len(text)] == text}
         return self.restarts > earlier_restarts
 
     @property
     def restarts(self) -> int:
         """Number of prompts that continue no call, beyond the first one."""
-        texts = {call.text for call in self.calls}
-        lengths = {len(text) for text in texts}
-        prompts = {call.prompt for call in self.calls}
-        starts = sum(not any(prompt[:length] in texts for length in lengths) for prompt in prompts)
-        return max(starts - 1, 0)
+        return max(len(self._starts) - 1, 0)
 
     def roots(self) -> list[TraceNode]:
         """Returns the trees of the trace: one, unless some prompts differ in their first token."""
