@@ -23,13 +23,8 @@ from jaxrl_llm.machine import progress, user_cache
 
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # package that fsspec needs for each kind of bucket
 ACCESS = {"gs": "gcloud auth application-default login", "s3": "aws configure"}  # commands that give access
-RUN_FOLDERS = (
-    "checkpoints",
-    "hf",
-    "adapter",
-    "lock",
-    "samples",
-)  # folders of a run that are not copied with its small files
+# Folders of a run that are not copied with its small files.
+RUN_FOLDERS = ("checkpoints", "hf", "adapter", "lock", "samples")
 
 
 def address(path: str | Path) -> str:

@@ -479,7 +479,7 @@ def _reason(error: Exception) -> str:
 def save_small_arrays_whole() -> None:
     """Lets Orbax divide only large arrays among the devices that hold copies: it compiles a program for each division.
 
-    The start of a small run on four devices took 5 of 36 seconds for such programs.
+    Five small arrays on eight devices took 40 programs, which `tests/session/test_stop.py` counts.
     """
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)

@@ -66,8 +66,8 @@ class StreamSizes:
         """Sizes of the decode programs, the largest first.
 
         Episodes have a single size. Programs of two sizes differ in the last bits of their results, and the time of
-        tools decides how many episodes decode together. A single size keeps the results independent of that time. So
-        does it for an open stream, where the time of arrival decides.
+        tools decides how many episodes decode together. A single size keeps the results independent of that time. An
+        open stream has a single size too, because there the time of arrival decides.
         """
         sizes = [Slots(self.sequences, self.prompts)]
         if self.observation or self.is_open:
