@@ -75,7 +75,8 @@ def main() -> None:
         for mesh in args.meshes:
             with tempfile.TemporaryDirectory() as folder:
                 verdicts.append(measure(kind, mesh, args.steps, args.count, Path(folder) / "run"))
-    sys.exit(not all(verdicts))
+    if not all(verdicts):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

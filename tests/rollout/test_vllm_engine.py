@@ -173,6 +173,23 @@ def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(para
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
 
 
+def test_a_refusal_is_told_where_the_connection_breaks_after_it(params, tmp_path, monkeypatch):
+    """As vLLM does: it answers 500, closes the connection, and the next request may find it reset."""
+    server = Server(4)
+
+    def refuses(request: httpx.Request) -> httpx.Response:
+        answer = server(request)  # /resume breaks once for each refusal
+        if request.url.path != "/update_weights":
+            return answer
+        server.faults["/resume"] = 0
+        return httpx.Response(500, text="ValueError: refused: head is not finite")
+
+    with connected(tmp_path, monkeypatch, refuses) as engine:
+        with pytest.raises(UserError):
+            engine.update_weights(params, 1)
+        assert server.asked["/update_weights"] == 1
+
+
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_the_weight_check_asks_every_server_that_samples(params, tmp_path, monkeypatch, count):
     servers, rows = [Server(4) for _ in range(count)], np.ones((16, 3), np.int32)

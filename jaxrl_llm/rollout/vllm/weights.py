@@ -26,6 +26,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf_export, names
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.rollout.vllm.address import FOLDER, WEIGHTS, is_private
+from jaxrl_llm.rollout.vllm.answers import Unavailable
 from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
@@ -218,6 +219,10 @@ def pull(post: Callable[..., Any], source: dict[str, str], tag: str) -> None:
         post("/start_weight_update")
         post("/update_weights", {"update_info": source})
         post("/finish_weight_update", {"weight_version": tag})
-    finally:
-        # Resume in any case. The server's weights are complete, either the old or the new ones.
-        post("/resume")
+    except (Unavailable, UserError):
+        # Resume here too: the server's weights are complete, either the old or the new ones. vLLM closes the connection
+        # after a refusal, so this request may fail, which must not hide the refusal. The next push resumes again.
+        with suppress(Unavailable):
+            post("/resume")
+        raise
+    post("/resume")
