@@ -69,7 +69,7 @@ def describe_models(
     must have them. Raises: UserError, if a folder or model cannot be used.
     """
     other_folders = {
-        name: hf.find_checkpoint(path, f"{name}.path", weights=weights) for name, path in paths.items() if path
+        name: hf.find_checkpoint(path, f"config.{name}.path", weights=weights) for name, path in paths.items() if path
     }
     model = hf.load_model(
         folder, mesh, family=start.family, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts

@@ -67,7 +67,7 @@ def is_hub_id(path: str) -> bool:
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", path)) and not Path(path).expanduser().exists()
 
 
-def find_checkpoint(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
+def find_checkpoint(path: str, field: str = "config.model.path", *, weights: bool = True) -> Path:
     """Returns the local folder of a checkpoint, after a download if `path` is a hub id or a bucket address.
 
     path: local folder, hub id or bucket address. field: config field or flag that errors name. weights: whether to
@@ -128,7 +128,7 @@ def _adapter_error(folder: Path, path: str, field: str) -> str:
     """Returns the error message for a folder of PEFT adapters where a model is expected."""
     base = read_config(folder, ADAPTER).get("base_model_name_or_path") or "the model that it adapts"
     problem = f"{field} = {path!r}: the folder holds PEFT adapters ({ADAPTER}), but must hold a model"
-    if field == "model.path":
+    if field == "config.model.path":
         return f"{problem}: set model.path to their base, {base}, and adapters.path to this folder (configs/lora.py)"
     return f"{problem}: merge the adapters into their base, {base}, with PEFT (merge_and_unload), and use the result"
 
