@@ -8,6 +8,7 @@ from functools import cache
 
 import jax
 import numpy as np
+import pytest
 import tiny
 
 from jaxrl_llm.algorithms.sampling import Sampling
@@ -130,3 +131,84 @@ def test_own_stop_tokens_end_a_sequence_and_drop_what_follows_them():
     stop = tokens[len(tokens) // 2]
     run(Script({0: [request(20, told, stop_ids=frozenset({stop}))]}))
     assert joined(told[20])[0] == tokens[: tokens.index(stop) + 1] and told[20][-1].end == "stop"
+
+
+class Conversations:
+    """Sessions that talk at their own pace: a prompt has all tokens of the call before, and those of `added`."""
+
+    def __init__(self, count: int, turns: int, *, in_sessions: bool, added: Callable[[int], list[int]]):
+        self.told, self.turns, self.in_sessions, self.added = {}, turns, in_sessions, added
+        self.texts, self.asked = [prompt(i)[:2] for i in range(count)], [0] * count
+        self.order = random.Random(1)
+
+    def take(self, most: int, *, wait: bool) -> list[OpenSequence] | None:
+        ready = [i for i in range(len(self.texts)) if self.asked[i] < self.turns and self.has_ended(i)]
+        ready = self.order.sample(ready, -(-len(ready) // 2))  # the others are idle for a while
+        return None if wait and not ready else [self.next_request(i) for i in ready[:most]]
+
+    def has_ended(self, i: int) -> bool:
+        reports = self.told[self.number(i, self.asked[i] - 1)] if self.asked[i] else []
+        return not self.asked[i] or any(one.end for one in reports)
+
+    def number(self, i: int, turn: int) -> int:
+        return turn * len(self.texts) + i
+
+    def next_request(self, i: int) -> OpenSequence:
+        if turn := self.asked[i]:
+            self.texts[i] = [*self.texts[i], *joined(self.told[self.number(i, turn - 1)])[0], *self.added(i)]
+        self.asked[i] += 1
+        session = i if self.in_sessions else None
+        one = request(self.number(i, turn), self.told, max_tokens=2 + i % 3, stop_ids=frozenset(), session=session)
+        one.prompt = self.texts[i]
+        return one
+
+    @property
+    def some_wait(self) -> bool:
+        return False
+
+
+def talk(conversations: Conversations, rows: int, pages: int = 0):
+    """Runs conversations. Returns tokens and log-probabilities of each call, and the stream."""
+    model, params = tiny.model_and_params(scale=3.0)
+    made = Sampler(
+        model, tiny.mesh_of((1, 1, 1)), stop_ids=STOPS, pad_id=0, max_completion_tokens=160, max_sequences=rows,
+        pages=pages,
+    )  # fmt: skip
+    made.update_weights(params, 5)
+    stream = made.open_stream(conversations, jax.random.key(KEY), rows=rows, prompt_width=128, sampling=Sampling())
+    stream.run()
+    return {number: joined(reports)[:2] for number, reports in conversations.told.items()}, stream
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "continued"),
+    [(8, 0, 24), (3, 0, None), (8, 4, None)],
+    ids=["a row each", "fewer rows than sessions", "few pages"],
+)
+def test_a_session_continues_in_its_row_with_the_tokens_of_a_fresh_call(rows, pages, continued):
+    def added(i: int) -> list[int]:
+        return [5 + i, 9] * (1 + 17 * (i == 2))
+
+    fresh, _ = talk(Conversations(8, 4, in_sessions=False, added=added), 8)
+    sampled, stream = talk(Conversations(8, 4, in_sessions=True, added=added), rows, pages)
+    assert sampled.keys() == fresh.keys() and len(fresh) == 32
+    for number, (tokens, logprobs) in sampled.items():
+        assert tokens == fresh[number][0]
+        np.testing.assert_allclose(logprobs, fresh[number][1], atol=1e-5)
+    assert stream.continued == continued if continued else 0 < stream.continued < 24
+    assert not stream.running and len(stream.idle) + len(stream._free_rows) == rows
+
+
+def test_a_prompt_that_changes_a_token_of_its_session_begins_a_fresh_row():
+    talks = Conversations(2, 3, in_sessions=True, added=lambda i: [7])
+    usual = talks.next_request
+
+    def changed(i: int) -> OpenSequence:
+        one = usual(i)
+        if i and talks.asked[i] > 1:
+            talks.texts[i][1] = 30 - talks.texts[i][1]
+        return one
+
+    talks.next_request = changed
+    _, stream = talk(talks, 4)
+    assert stream.continued == 2 and len(stream.idle) == 2

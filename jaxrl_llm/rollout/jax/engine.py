@@ -245,7 +245,7 @@ class Sampler:
             episodes=Episodes.empty(
                 np.full(rows, self._max_completion_tokens), self._max_completion_tokens, self._pad_id
             ),
-            draws=Draws(np.zeros(rows, np.int32), np.ones(rows, np.float32)),
+            draws=Draws(np.zeros(rows, np.int32), np.ones(rows, np.float32), np.zeros(rows, np.int32)),
             stop_ids=self._stop_ids,
             pad_id=self._pad_id,
             arrivals=arrivals,

@@ -21,12 +21,19 @@ class Draws(NamedTuple):
 
     numbers: np.ndarray  # [N] number of each completion among those of all processes, for its random numbers
     temperatures: np.ndarray | None = None  # [N] temperature of each completion; None = that of the programs
+    starts: np.ndarray | None = None  # [N] length at which the random numbers of each completion begin; None = 0
 
     def temperature(self, completions: np.ndarray) -> np.ndarray | None:
         """Returns the temperature of each completion, None if that of the programs holds. completions: their numbers in
         this process.
         """
         return None if self.temperatures is None else self.temperatures[completions]
+
+    def start(self, completions: np.ndarray) -> np.ndarray | None:
+        """Returns the length at which the random numbers of each completion begin, None for 0. completions: their
+        numbers in this process.
+        """
+        return None if self.starts is None else self.starts[completions]
 
 
 class Chunk(NamedTuple):
@@ -182,6 +189,7 @@ def round_rows(
         indices=cache_indices(rows, slots.count, sizes, prompts, slots),
         prompt_places=places,
         temperature=draws.temperature(completion),
+        start=draws.start(completion),
     )
 
 

@@ -2,18 +2,21 @@
 
 It has a fixed number of rows. The row of a sequence is used again after the sequence has ended. The time of arrival
 never changes a token, because a sequence's numbers depend on weights, key, completion number and token index alone.
+
+A session is a conversation of several sequences. If the prompt of a sequence begins with all tokens of the session's
+last sequence, it continues in the row of that one, and only the tokens behind them are computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from jaxrl_llm.rollout.episodes import ENDED
+from jaxrl_llm.rollout.episodes import AWAITS_ANSWER, ENDED, IN_TURN
 from jaxrl_llm.rollout.jax.compiled import CallPrograms
 from jaxrl_llm.rollout.jax.scheduler import PromptGroup
 from jaxrl_llm.rollout.jax.stream import Stream
@@ -41,6 +44,7 @@ class OpenSequence:
     report: Callable[[NewTokens], None]  # gets the new tokens in the stream's thread; must return at once
     temperature: float = 1.0  # 0 = greedy
     stop_ids: frozenset[int] = field(default_factory=frozenset)  # tokens that end it
+    session: Hashable = None  # conversation that it belongs to; None = it has no later sequence
     cancelled: bool = False  # set by any thread; the stream frees the sequence's slot before its next round
 
 
@@ -71,9 +75,11 @@ class OpenStream(Stream):
     def __post_init__(self) -> None:
         super().__post_init__()
         rows = len(self.prompts.tokens)
-        assert self.sizes.is_open and self.sizes.group_size == 1 and self.draws.temperatures is not None
+        assert self.sizes.is_open and self.sizes.group_size == 1
         self.episodes.states[:] = ENDED
         self.running: dict[int, OpenSequence] = {}  # row of each sequence that has not ended
+        self.idle: dict[Hashable, int] = {}  # session -> row with its last sequence; the oldest first
+        self.continued = 0  # number of sequences that continued in the row of an earlier one
         self._free_rows = list(range(rows))
         self._reported = [0] * rows  # number of a row's tokens that its sequence has been told
         self._pending: deque[PromptGroup] = deque()  # sequences with a row that wait for a place in the cache
@@ -82,30 +88,66 @@ class OpenStream(Stream):
         """Samples until `arrivals` ends the stream."""
         cache = self.programs.empty_cache()
         while True:
-            arrived = self.arrivals.take(len(self._free_rows), wait=not self.running)
+            arrived = self.arrivals.take(len(self._free_rows) + len(self.idle), wait=not self.running)
             if arrived is None:
                 return
-            self._pending.extend(self._open(sequence) for sequence in arrived if not sequence.cancelled)
+            for sequence in arrived:
+                if not sequence.cancelled and not self._continue(sequence):
+                    self._pending.append(self._open(sequence))
             self._end_cancelled()
+            self._free_idle_pages()
             cache = self._prefill(cache, self._admit(self._pending))
+            cache = self._feed(cache)
             rows = [[m for m in s.holders if self._is_decoding(m)] for s in self.schedulers]
             if count := max(map(len, rows)):
                 cache = self._decode(cache, rows, count, some_wait=self.arrivals.some_wait)
             self._retire_ended()
             self._free_ended_rows()
 
+    @property
+    def _has_observations(self) -> bool:
+        return True  # what the next prompt of a session adds to its tokens
+
     def _open(self, sequence: OpenSequence) -> PromptGroup:
-        """Gives a free row to a sequence."""
+        """Gives a free row to a sequence, or the row of the session that has been idle longest."""
+        if not self._free_rows:
+            self._free_idle(next(iter(self.idle)))
         row, count = self._free_rows.pop(), len(sequence.prompt)
-        self.running[row] = sequence
         self.prompts.tokens[row], self.prompts.mask[row] = self.pad_id, False
         self.prompts.tokens[row, -count:], self.prompts.mask[row, -count:] = sequence.prompt, True
         self.episodes.restart(row, sequence.max_tokens)
-        self._reported[row] = 0
-        numbers, temperatures = self.draws
-        assert temperatures is not None
-        numbers[row], temperatures[row] = sequence.number, sequence.temperature
+        self._start(row, sequence)
         return PromptGroup.with_members(row, 1)
+
+    def _continue(self, sequence: OpenSequence) -> bool:
+        """Continues the session of a sequence in its row. Returns whether the row has its beginning, and has room.
+
+        Its tokens are the same either way, because its random numbers begin with the first token after its prompt.
+        """
+        row = None if sequence.session is None else self.idle.get(sequence.session)
+        if row is None:
+            return False
+        episodes, start = self.episodes, int(self.episodes.lengths[row])
+        text = [*self.prompts.tokens[row, self.prompts.mask[row]].tolist(), *episodes.tokens[row, :start].tolist()]
+        added = sequence.prompt[len(text) :]
+        end = start + len(added)
+        if not added or sequence.prompt[: len(text)] != text or end + sequence.max_tokens > episodes.tokens.shape[1]:
+            return False
+        del self.idle[sequence.session]
+        episodes.tokens[row, start:end], episodes.states[row] = added, IN_TURN
+        episodes.lengths[row] = episodes.turn_start[row] = end
+        episodes.max_tokens[row] = end + sequence.max_tokens
+        self._start(row, sequence)
+        self.continued += 1
+        return True
+
+    def _start(self, row: int, sequence: OpenSequence) -> None:
+        """Lets a sequence begin at the end of a row's tokens."""
+        self.running[row] = sequence
+        length = self._reported[row] = int(self.episodes.lengths[row])
+        numbers, temperatures, starts = self.draws
+        assert temperatures is not None and starts is not None
+        numbers[row], temperatures[row], starts[row] = sequence.number, sequence.temperature, length
 
     def _end_cancelled(self) -> None:
         """Ends the sequences that nobody waits for."""
@@ -123,6 +165,23 @@ class OpenStream(Stream):
             del self.running[row]
             self._free_rows.append(row)
 
+    def _free_idle(self, session: Hashable) -> None:
+        """Makes the row of an idle session free for others."""
+        row = self.idle.pop(session)
+        self.episodes.states[row] = ENDED
+        self._retire_ended()
+        self._free_rows.append(row)
+
+    def _free_idle_pages(self) -> None:
+        """Frees idle sessions, the oldest first, while the cache may have too few pages for the next round.
+
+        Otherwise the scheduler would take the pages of a running sequence.
+        """
+        if self.sizes.pages >= self.sizes.sequences * self.sizes.max_sequence_pages:
+            return
+        while self.idle and any(s.free_pages < len(s.holders) + len(self._pending) for s in self.schedulers):
+            self._free_idle(next(iter(self.idle)))
+
     def _end_turns(self, completions: np.ndarray) -> None:
         """Ends sequences at a stop token or their limit, and reports new tokens. completions: rows with new tokens."""
         episodes = self.episodes
@@ -134,9 +193,21 @@ class OpenStream(Stream):
                 # Only the model's own stop tokens end the round of a sequence. After others it samples on in vain.
                 episodes.drop_tokens(row, start + stop + 1)
                 del tokens[stop + 1 :]
-            end = "stop" if stop is not None else "length" if episodes.lengths[row] >= sequence.max_tokens else ""
+            is_full = episodes.lengths[row] >= episodes.max_tokens[row]
+            end = "stop" if stop is not None else "length" if is_full else ""
             if end:
-                episodes.states[row] = ENDED
+                self._end(row, sequence.session)
             logprobs = episodes.logprobs[row, start : start + len(tokens)].tolist()
             self._reported[row] += len(tokens)
             sequence.report(NewTokens(tokens, logprobs, self.version, end))
+
+    def _end(self, row: int, session: Hashable) -> None:
+        """Ends the sequence of a row. A session keeps the row for its next sequence."""
+        if session is None:
+            self.episodes.states[row] = ENDED
+            return
+        if session in self.idle:  # another branch of the session
+            self._free_idle(session)
+        self.episodes.states[row] = AWAITS_ANSWER
+        self.idle[session] = row
+        del self.running[row]

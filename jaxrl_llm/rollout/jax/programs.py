@@ -71,6 +71,7 @@ class RoundRows(NamedTuple):
     indices: CacheIndices
     prompt_places: AnyArray  # [d, e] places of the prompts in the cache
     temperature: AnyArray = None  # [d, S] temperature of the sequence; None = that of `GroupSampling`
+    start: AnyArray = None  # [d, S] length at which the random numbers of the sequence begin; None = 0
 
 
 class ObservationChunks(NamedTuple):
@@ -237,7 +238,8 @@ def decode(
         positions = attention_mask.rotary_positions(places)
         hidden, layers, _ = model.step(params, token[..., None], positions, layers, attend)
         logits = model.logits(params, hidden[:, :, 0])
-        uniform = uniform_numbers(key, rows.completion_number, length)
+        index = length if rows.start is None else length - rows.start
+        uniform = uniform_numbers(key, rows.completion_number, index)
         new_token, logprob = choose(logits, uniform, group_sampling.sampling, rows.temperature)
         known_token = jax.lax.dynamic_index_in_dim(rows.known_tokens, t, axis=2, keepdims=False)
         new_token = jnp.where(known_token >= 0, known_token, new_token)

@@ -63,6 +63,10 @@ class Scheduler:
         """Whether the device has a place for a further group."""
         return not self.waiting and bool(self._free_places) and len(self.holders) < self.sequences
 
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
     def add(self, group: PromptGroup) -> None:
         """Adds a group, whose sequences wait for admission."""
         self.waiting.extend(group.members)

@@ -234,13 +234,18 @@ class Stream:
         self.sizes = grown
         return self.programs.grow(cache, grown.allocated_pages)
 
+    @property
+    def _has_observations(self) -> bool:
+        """Whether sequences may hold tokens that this call has not sampled."""
+        return bool(self.environments or self.wanted_groups)
+
     def _without_tokens(self, group: PromptGroup) -> list[int]:
         """Returns the numbers of a group's completions that have no token yet."""
         return [member.number for member in group.members if not self.episodes.lengths[member.number]]
 
     def _feed(self, cache: Cache) -> Cache:
         """Writes observations into pages, except for their last token, which the decode program takes."""
-        if not (self.environments or self.wanted_groups):
+        if not self._has_observations:
             return cache
 
         def chunk_end(member: Member) -> int:
