@@ -319,4 +319,5 @@ class Sampler:
             cache_bytes=self._cache_bytes,
             kind=self._page_kind,
         )
-        return replace(sizes, images=prompt_sizes.images, drafts=self._drafts)
+        # Right drafts would decide which groups are complete first, and so which groups a step has.
+        return replace(sizes, images=prompt_sizes.images, drafts=0 if wanted_groups else self._drafts)
