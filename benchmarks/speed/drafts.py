@@ -25,7 +25,7 @@ from jaxrl_llm.structs import Prompts
 from jaxrl_llm.tasks import arithmetic
 
 EMBEDDED = Path(hf.__file__).parents[1] / "assets" / "arithmetic"
-SHAPES = ((1, 8), (8, 1), (1, 32))  # prompts, and completions of each
+SHAPES = ((1, 8), (8, 1))  # prompts, and completions of each
 FIRST = 2  # calls that are left out
 
 

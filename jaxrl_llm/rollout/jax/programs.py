@@ -319,19 +319,16 @@ def decode_drafts(
         new, logprob = (x.reshape(d, slots, width) for x in chosen)
         repeated = after(known, count, width)
         new = jnp.where(repeated >= 0, repeated, new)
-        ends = checked_tokens[new] | (places + 2 >= limit[..., None])
-        # A token is sampled if all drafts before it are right, and none of the tokens before it ends the sequence.
-        goes_on = (draft == new[..., :-1]) & ~ends[..., :-1]
-        sampled = 1 + jnp.sum(jnp.cumprod(goes_on, axis=-1), axis=-1, dtype=jnp.int32)
-        last = (sampled - 1)[..., None]
+        sampled, has_ended = _count_sampled(draft, new, checked_tokens[new] | (places + 2 >= limit[..., None]))
 
         def write(values: Array, part: Array) -> jax.Array:
             return jax.vmap(jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=0)))(values, part, count)
 
         tokens, logprobs = write(tokens, new), write(logprobs, logprob)
-        token = jnp.where(running, jnp.take_along_axis(new, last, axis=2)[..., 0], token)
+        last_token = jnp.take_along_axis(new, (sampled - 1)[..., None], axis=2)[..., 0]
+        token = jnp.where(running, last_token, token)
         length, passes = length + running * sampled, passes + running
-        running &= ~jnp.take_along_axis(ends, last, axis=2)[..., 0]
+        running &= ~has_ended
         return t + 1, running, token, length, passes, layers, tokens, logprobs
 
     shape = (d, slots, ROUND_TOKENS + width)
@@ -340,6 +337,17 @@ def decode_drafts(
     *_, length, passes, layers, tokens, logprobs = jax.lax.while_loop(continues, step, start)
     sampled = Sampled(tokens[..., :ROUND_TOKENS], logprobs[..., :ROUND_TOKENS], length - rows.length, passes)
     return cache._replace(pages=[layer.pages for layer in layers]), sampled
+
+
+def _count_sampled(draft: Array, new: Array, ends: Array) -> tuple[jax.Array, jax.Array]:
+    """Returns how many of the new tokens [d, S, k + 1] a pass has sampled, and whether the last of them ends the round.
+
+    draft [d, S, k]: drafts of all but the last of the tokens. ends [d, S, k + 1]: True for tokens after which a
+    sequence stops. A token counts if all drafts before it are right, and no token before it ends the round.
+    """
+    goes_on = (draft == new[..., :-1]) & ~ends[..., :-1]
+    sampled = 1 + jnp.sum(jnp.cumprod(goes_on, axis=-1), axis=-1, dtype=jnp.int32)
+    return sampled, jnp.take_along_axis(ends, (sampled - 1)[..., None], axis=2)[..., 0]
 
 
 def _with_rows_for_drafts(indices: CacheIndices, width: int) -> CacheIndices:
