@@ -181,7 +181,9 @@ def get_config() -> ConfigDict:
     # importance weights correct for the rounding. "": the model's dtype.
     # cache: dtype of keys and values. int8: about half the memory of bfloat16, with one scale per token and head.
     # "": the model's dtype.
-    c.engine = ConfigDict(dict(name="jax", devices=0, max_sequences=0, pages=0, weights="", cache=""))
+    # drafts: most tokens that a pass through the model verifies in advance, guessed from other completions of the
+    # prompt. They change no token. Only decode programs for few completions have drafts. 0: none.
+    c.engine = ConfigDict(dict(name="jax", devices=0, max_sequences=0, pages=0, weights="", cache="", drafts=0))
 
     c.optim = ConfigDict()  # AdamW optimizer of the policy
     c.optim.learning_rate = 1e-4  # learning rate after the warm-up

@@ -515,7 +515,7 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, cache_l
         cache_bytes=cache_limit,
         kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),
     )
-    return sizes_of(prompts, recipe.group_size, width, length, **bounds)
+    return replace(sizes_of(prompts, recipe.group_size, width, length, **bounds), drafts=choice.drafts)
 
 
 def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSummary:

@@ -347,6 +347,11 @@ def check_partial(recipe: Recipe) -> None:
             f"config.rollout.partial = {count} with resample_rounds = {rounds}: partial rollouts cannot replace "
             "groups; set partial = 0, or resample_rounds = 0"
         )
+    if drafts := recipe.chosen_engine.drafts:
+        raise UserError(
+            f"config.engine.drafts = {drafts} with rollout.partial = {count}: right drafts would decide which groups a "
+            "step has, and a resumed run has other drafts; set engine.drafts = 0, or rollout.partial = 0"
+        )
     # The bound lets all groups that have reached rollout.max_age fit into one batch.
     if count > recipe.prompts_per_step:
         raise UserError(

@@ -252,7 +252,9 @@ class Recipe(Settings):
     youngest completion is recomputed later. 0: as many as completions of the largest length need, and as fit into the
     memory of an accelerator. weights: dtype of the sampler's weights. int8: half the memory of bfloat16, with one scale
     per output of a kernel; importance weights correct for the rounding. "": the model's dtype. cache: dtype of keys and
-    values. int8: about half the memory of bfloat16, with one scale per token and head. "": the model's dtype.
+    values. int8: about half the memory of bfloat16, with one scale per token and head. "": the model's dtype. drafts:
+    most tokens that a pass through the model verifies in advance, guessed from other completions of the prompt. They
+    change no token. Only decode programs for few completions have drafts. 0: none.
     """
     importance: Annotated[KeywordArguments, make_importance_weights]
     """Importance weights pi_old / pi_sampler, for tokens that another engine or older weights sampled. level: what gets

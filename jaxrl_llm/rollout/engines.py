@@ -35,6 +35,7 @@ def jax_engine(
     pages: MayChange[Count] = 0,
     weights: MayChange[Literal["", "int8"]] = "",
     cache: MayChange[Literal["", "int8"]] = "",
+    drafts: MayChange[Count] = 0,
 ) -> EngineChoice:
     """Chooses the JAX sampler, which runs in the trainer's process (config.engine.name = "jax").
 
@@ -45,6 +46,8 @@ def jax_engine(
     computed again. 0 = as many as the completions may need, and as fit into the memory of an accelerator.
     weights: "int8" rounds the layers' kernels, with a scale for each output; "" = dtype of the model.
     cache: "int8" rounds keys and values, with a scale for each token and head; "" = dtype of the model.
+    drafts: most tokens that a pass through the model verifies in advance, guessed from other completions of the prompt;
+    0 = none. Only small decode programs have drafts.
     """
 
     def start(inputs: EngineInputs) -> Engine:
@@ -64,9 +67,10 @@ def jax_engine(
             in_int8=weights == "int8",
             cache_dtype=cache,
             observation_tokens=inputs.observation_tokens,
+            drafts=drafts,
         )
 
-    sizes: dict[str, Any] = dict(max_sequences=max_sequences, pages=pages, devices=devices)
+    sizes: dict[str, Any] = dict(max_sequences=max_sequences, pages=pages, devices=devices, drafts=drafts)
     return EngineChoice(start, in_trainer=True, in_int8=weights == "int8", cache_dtype=cache, **sizes)
 
 

@@ -112,6 +112,7 @@ class EngineChoice(NamedTuple):
     max_sequences: int = 0  # most completions that hold pages of a key-value cache in the trainer; 0 = all
     pages: int = 0  # pages of a device; 0 = as many as the completions may need
     devices: int = 0  # devices of all hosts that only the engine uses; 0 = none
+    drafts: int = 0  # most drafts that a pass of an engine in the trainer verifies; 0 = none
     temperatures: tuple[float, float] = (0.0, math.inf)  # lowest and highest temperature at which it samples
     check: Callable[[], None] = lambda: None  # checks of the machine, such as an installation of vLLM; raises UserError
 

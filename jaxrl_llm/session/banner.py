@@ -245,6 +245,10 @@ def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tu
     if stream:
         counts = list(dict.fromkeys(slots.count for slots in stream.slots))
         cache = f"{stream.pages} pages of {stream.page} tokens"
+        if drafts := stream.drafted(stream.slots[-1]):
+            cache += f", {drafts} drafts for each of {counts[-1]} or fewer"
+        elif stream.drafts:
+            cache += ", no drafts, because a pass would compute too many tokens"
         rows.append(("decoding, on a device", f"{' or '.join(map(str, counts))} completions at once, {cache}"))
     n, t = packed[0]
     limit_note = f"; up to {MAX_SHAPES} shapes, none larger than the first batch needs" if len(packed) > 1 else ""

@@ -92,7 +92,7 @@ class Checkpoints:
         save_small_arrays_whole()
         self._folder = folder if self._in_bucket else folder.absolute()
         self._deleted = self._folder.with_name(self._folder.name + DELETED)
-        self._removal: Thread | None = None
+        self._removals: list[Thread] = []  # threads that delete checkpoints now
         self._is_marked = False  # whether this process has written the file SAVED
         self._start_removal()
         arrays = ocp.StandardCheckpointHandler()
@@ -192,20 +192,21 @@ class Checkpoints:
 
     def _start_removal(self) -> None:
         """Starts to delete the checkpoints that Orbax has moved out of the folder, in a thread."""
-        if self._in_bucket or not distributed.first() or (self._removal and self._removal.is_alive()):
+        if self._in_bucket or not distributed.first() or not self._deleted.is_dir():
             return
-        if not self._deleted.is_dir():
-            return
+        self._removals = [thread for thread in self._removals if thread.is_alive()]
         with suppress(OSError):
-            folders = list(self._deleted.iterdir())
-            # Each folder gets a unique name, because Orbax may delete another checkpoint of this step before
-            # the files are gone.
+            # A folder gets a unique name at once, also while a thread deletes others: after a rollback, Orbax may move
+            # another checkpoint of the same step here, and refuses to replace a folder.
             folders = [
-                x.rename(x.with_name(f"{x.name}.{time.time_ns()}")) if x.name.isdecimal() else x for x in folders
+                x.rename(x.with_name(f"{x.name}.{time.time_ns()}")) if x.name.isdecimal() else x
+                for x in self._deleted.iterdir()
+                if x.name.isdecimal() or not self._removals
             ]
             if folders:
-                self._removal = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in folders])
-                self._removal.start()
+                thread = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in folders])
+                thread.start()
+                self._removals.append(thread)
 
     def latest(self) -> str:
         """Returns text for an error that names the newest checkpoint, which may not be complete yet."""
@@ -348,8 +349,8 @@ class Checkpoints:
         """Waits until all saves are on the disk, and closes Orbax. Raises: UserError, if a save failed."""
         with self._saving(), closing(self._manager):
             self.wait()
-        if self._removal:
-            self._removal.join()
+        for thread in self._removals:
+            thread.join()
         with suppress(OSError):  # the folder does not exist, or is not empty
             if not self._in_bucket:
                 self._deleted.rmdir()

@@ -274,6 +274,7 @@ COMPLETE_BUT = {  # change of configs/grpo.py -> field that the line names
     "c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = dict(name='remax')": "rollout.resample_rounds",
     "c.rollout.partial = 65": "rollout.partial",
     "c.rollout.partial = 4; c.rollout.resample_rounds = 1": "rollout.partial",
+    "c.rollout.partial = 4; c.engine.drafts = 2": "engine.drafts",
     "c.rollout.partial = 4; c.importance.action = 'none'": "importance.action",
     "c.loss = dict(name='ppo_clip', clip_low='a')": "loss.clip_low",
 }  # fmt: skip

@@ -269,6 +269,7 @@ SMALLEST: dict[
     "speed.limits": ["--times", "1", "--far", "128", "--steps", "1"],
     "speed.partial": ["--batch", "8", "--group-size", "2", "--limit", "64", "--mean", "20", "--steps", "5"],
     "speed.tokenizing": ["--rows", "50"],
+    "speed.drafts": ["--calls", "1", "--tokens", "4", "--drafts", "1"],
 }
 
 

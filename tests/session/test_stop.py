@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
@@ -334,6 +335,24 @@ def test_a_checkpoint_of_a_signal_changes_no_step_that_a_run_can_go_back_to(tmp_
             checkpoints.close()
     assert there["stopped"] == there["straight"] == [[2], [2, 4], [2, 4, 6], [4, 6, 8]]
     assert steps(tmp_path / "stopped") == ["4", "6", "8"]
+
+
+def test_a_step_is_deleted_again_while_its_first_files_still_go(tmp_path, monkeypatch):
+    """After a rollback a run makes the same step again, perhaps before a slow disk has deleted the first one."""
+    goes_on, remove = threading.Event(), shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: goes_on.wait(60) and remove(*args, **options))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", {}, KEEP, MESH)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {MODELS: PartState({}, {"policy": jnp.ones(1)})})
+        checkpoints.wait()
+    checkpoints.go_back(0)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {MODELS: PartState({}, {"policy": jnp.ones(1)})})
+        checkpoints.wait()
+    goes_on.set()
+    checkpoints.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()] == ["3"]
+    assert not (tmp_path / "checkpoints.deleted").exists()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

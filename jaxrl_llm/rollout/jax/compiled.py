@@ -46,6 +46,7 @@ class Programs:
         samples = partial(compiled, static_argnums=0, donate_argnums=2)
         self.prefill = samples(partial(programs.prefill, model), out_shardings=prefill_shardings)
         self.decode = samples(partial(programs.decode, model), out_shardings=(heads, rows))
+        self.decode_drafts = samples(partial(programs.decode_drafts, model), out_shardings=(heads, rows))
         self.empty_cache = compiled(partial(programs.empty_cache, model, mesh), static_argnums=0, out_shardings=heads)
         self.grow = compiled(programs.grow, static_argnums=0, out_shardings=heads)
         self.feed = compiled(partial(programs.feed, model, mesh), donate_argnums=1, out_shardings=heads)
@@ -105,10 +106,12 @@ class Programs:
                 known_tokens=ints(slots.count, ROUND_TOKENS),
                 indices=indices(*slots),
                 prompt_places=ints(slots.prompts),
+                drafts=ints(slots.count, ROUND_TOKENS + drafted) if (drafted := sizes.drafted(slots)) else None,
             )
             checked_tokens = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool)
             threshold = jax.ShapeDtypeStruct((), np.int32)
-            trace = partial(self.decode.trace, sampling, weights, cache, rows, checked_tokens, threshold, key)
+            decode = self.decode if rows.drafts is None else self.decode_drafts
+            trace = partial(decode.trace, sampling, weights, cache, rows, checked_tokens, threshold, key)
             yield "decoding", decoding_name(slots), trace
 
 
@@ -199,7 +202,8 @@ class CallPrograms:
         """Decodes a round. running_threshold: number of running sequences per device at which the round ends."""
         self._wait(decoding_name(Slots(rows.length.shape[1], rows.prompt_places.shape[1])))
         # The threshold is np.int32 as in `Programs.traced`. A weakly typed Python int would need another program.
-        return self.programs.decode(
+        decode = self.programs.decode if rows.drafts is None else self.programs.decode_drafts
+        return decode(
             self.sampling, self.params, cache, rows, self.checked_tokens, np.int32(running_threshold), self.key
         )
 

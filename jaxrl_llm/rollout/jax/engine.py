@@ -24,6 +24,7 @@ from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups
 from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, CompiledAhead, programs_of
+from jaxrl_llm.rollout.jax.drafts import DraftHistory
 from jaxrl_llm.rollout.jax.layout import Draws
 from jaxrl_llm.rollout.jax.open_stream import Arrivals, OpenStream
 from jaxrl_llm.rollout.jax.programs import GroupSampling
@@ -59,6 +60,7 @@ class Sampler:
         in_int8: bool = False,
         cache_dtype: str = "",
         observation_tokens: int = 0,
+        drafts: int = 0,
     ):
         """max_sequences: most completions that hold pages at a time, 0 = all. pages: pages of a device, 0 = as many as
         the completions may need, bounded by `cache_bytes`. cache_bytes: most bytes of a device for the cache, 0 = no
@@ -66,10 +68,11 @@ class Sampler:
 
         trainer_mesh: mesh of the pushed weights, None if it is `mesh`. in_int8: whether the sampler's copy of the
         weights has int8 layer kernels. cache_dtype: dtype of keys and values, "int8" or "" = dtype of the model.
-        observation_tokens: most tokens of an observation, 0 = no call has environments.
+        observation_tokens: most tokens of an observation, 0 = no call has environments. drafts: most drafts that a
+        pass verifies, 0 = none.
         """
         self._mesh, self._cfg, self._max_sequences = mesh, model.cfg, max_sequences
-        self._pages, self._cache_bytes = pages, cache_bytes
+        self._pages, self._cache_bytes, self._drafts = pages, cache_bytes, drafts
         self._page_kind = page_kind(mesh, model.cfg, cache_dtype)._replace(observation=observation_tokens)
         self._max_completion_tokens, self._stop_ids, self._pad_id = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
@@ -82,6 +85,7 @@ class Sampler:
         self._call_counts: Counter[Hashable] = Counter()  # key: sampling and sizes, which decide the programs of a call
         # {sizes of a call: the same with the largest cache that such a call has had so far}
         self._grown_sizes: dict[StreamSizes, StreamSizes] = {}
+        self._history = DraftHistory()
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
@@ -209,8 +213,11 @@ class Sampler:
                 wanted_groups=wanted_groups,
                 required_groups=[*required_groups],
                 report_ended=report_ended,
+                history=self._history,
             )
             stream.run()
+        if sizes.drafts:
+            self._history.add(prompts, episodes, group_size)
         self._grown_sizes[first_sizes] = stream.sizes
         return stream
 
@@ -312,4 +319,5 @@ class Sampler:
             cache_bytes=self._cache_bytes,
             kind=self._page_kind,
         )
-        return replace(sizes, images=prompt_sizes.images)
+        # Right drafts would decide which groups are complete first, and so which groups a step has.
+        return replace(sizes, images=prompt_sizes.images, drafts=0 if wanted_groups else self._drafts)

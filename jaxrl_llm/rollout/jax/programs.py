@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.jax.cache_attention import (
     on_devices,
     score_memory,
 )
-from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import DRAFT_PASSES, ROUND_TOKENS, StreamSizes
 from jaxrl_llm.structs import AnyArray, Array, Images, Prompt, PyTree
 
 
@@ -72,6 +72,7 @@ class RoundRows(NamedTuple):
     prompt_places: AnyArray  # [d, e] places of the prompts in the cache
     temperature: AnyArray = None  # [d, S] temperature of the sequence; None = that of `GroupSampling`
     start: AnyArray = None  # [d, S] length at which the random numbers of the sequence begin; None = 0
+    drafts: AnyArray = None  # [d, S, ROUND_TOKENS + k] drafts of the next tokens, of which a pass verifies k; -1: none
 
 
 class ObservationChunks(NamedTuple):
@@ -90,6 +91,7 @@ class Sampled(NamedTuple):
     tokens: AnyArray  # [d, S, ROUND_TOKENS]
     logprobs: AnyArray  # [d, S, ROUND_TOKENS]
     count: AnyArray  # [d, S] number of real tokens
+    passes: AnyArray  # [d, S] number of passes through the model that sampled them
 
 
 def choose(
@@ -253,7 +255,114 @@ def decode(
     start = jnp.int32(0), rows.length < rows.limit, rows.last_token, rows.length, layers
     start = (*start, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
     *_, length, layers, tokens, logprobs = jax.lax.while_loop(continues, step, start)
-    return cache._replace(pages=[layer.pages for layer in layers]), Sampled(tokens, logprobs, length - rows.length)
+    count = length - rows.length
+    return cache._replace(pages=[layer.pages for layer in layers]), Sampled(tokens, logprobs, count, count)
+
+
+def decode_drafts(
+    model: Decoder,
+    group_sampling: GroupSampling,
+    params: PyTree,
+    cache: Cache,
+    rows: RoundRows,
+    checked_tokens: Array,
+    running_threshold: Array,
+    key: Array,
+) -> tuple[Cache, Sampled]:
+    """Does what `decode` does, but a pass through the model also verifies the next k drafts of each sequence.
+
+    A draft is right if it is the token that the random numbers of its index choose. All tokens up to the first wrong
+    draft, and the token in its place, are sampled by the same pass. So no draft changes a token. The round ends after
+    DRAFT_PASSES passes, because the host then has better drafts.
+    """
+    mesh, drafted = group_sampling.mesh, rows.drafts.shape[-1] - ROUND_TOKENS
+    width, (d, slots) = drafted + 1, rows.length.shape
+    indices = _with_rows_for_drafts(rows.indices, width)
+    reads_all = rows.prompt_places.shape[1] == cache.prompts[0].keys.shape[2]
+    prompts = cache.prompts if reads_all else _copy_prompts(model, mesh, cache.prompts, rows.prompt_places)
+    attention_mask = AttentionMask(model, indices, cache.pages[0].keys.shape[-1])
+    scores = score_memory(model, mesh, cache.pages[0], indices)
+    layers = [LayerCache(*layer, scores) for layer in zip(prompts, cache.pages, strict=True)]
+    last_page, page_count = indices.page_table.shape[2] - 1, cache.pages[0].keys.shape[2]
+    limit = jnp.minimum(rows.limit, rows.length + ROUND_TOKENS)
+    known = jnp.pad(rows.known_tokens, ((0, 0), (0, 0), (0, width)), constant_values=-1)
+
+    def after(values: Array, count: Array, size: int) -> jax.Array:
+        """Returns values [d, S, count .. count + size - 1]."""
+        return jnp.take_along_axis(values, count[..., None] + jnp.arange(size)[None, None], axis=2)
+
+    def by_row(x: Array) -> jax.Array:
+        return x.reshape(d, slots * width, *x.shape[3:])
+
+    def continues(loop_state: tuple) -> Array:
+        t, running, *_ = loop_state
+        return (t < DRAFT_PASSES) & jnp.any(jnp.sum(running, axis=1) > running_threshold)
+
+    def step(loop_state: tuple) -> tuple:
+        t, running, token, length, passes, layers, tokens, logprobs = loop_state
+        count = length - rows.length
+        draft = after(rows.drafts, count, drafted)
+        places = (length - 1)[..., None] + jnp.arange(width)[None, None]
+        # Rows behind a missing draft are computed in vain. A row beyond the limit has no page.
+        is_real, row_places = running[..., None] & (places <= (limit - 2)[..., None]), by_row(places)[..., None]
+        page_number = jnp.minimum(row_places // attention_mask.page, last_page)
+        page = jnp.take_along_axis(indices.page_table, page_number, axis=2)
+        page = jnp.where(by_row(is_real)[..., None], page, page_count)
+        attend = make_attend(model, mesh, indices, attention_mask, page=page, places=row_places)
+        inputs = by_row(jnp.concatenate([token[..., None], jnp.maximum(draft, 0)], axis=2))[..., None]
+        hidden, layers, _ = model.step(params, inputs, attention_mask.rotary_positions(row_places), layers, attend)
+        logits = model.logits(params, hidden[:, :, 0])
+        index = places + 1 if rows.start is None else places + 1 - rows.start[..., None]
+        uniform = uniform_numbers(key, jnp.repeat(rows.completion_number, width, axis=1), by_row(index))
+        temperature = None if rows.temperature is None else jnp.repeat(rows.temperature, width, axis=1)
+        chosen = choose(logits, uniform, group_sampling.sampling, temperature)
+        new, logprob = (x.reshape(d, slots, width) for x in chosen)
+        repeated = after(known, count, width)
+        new = jnp.where(repeated >= 0, repeated, new)
+        sampled, has_ended = _count_sampled(draft, new, checked_tokens[new] | (places + 2 >= limit[..., None]))
+
+        def write(values: Array, part: Array) -> jax.Array:
+            return jax.vmap(jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=0)))(values, part, count)
+
+        tokens, logprobs = write(tokens, new), write(logprobs, logprob)
+        last_token = jnp.take_along_axis(new, (sampled - 1)[..., None], axis=2)[..., 0]
+        token = jnp.where(running, last_token, token)
+        length, passes = length + running * sampled, passes + running
+        running &= ~has_ended
+        return t + 1, running, token, length, passes, layers, tokens, logprobs
+
+    shape = (d, slots, ROUND_TOKENS + width)
+    start = jnp.int32(0), rows.length < limit, rows.last_token, rows.length, jnp.zeros_like(rows.length), layers
+    start = (*start, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    *_, length, passes, layers, tokens, logprobs = jax.lax.while_loop(continues, step, start)
+    sampled = Sampled(tokens[..., :ROUND_TOKENS], logprobs[..., :ROUND_TOKENS], length - rows.length, passes)
+    return cache._replace(pages=[layer.pages for layer in layers]), sampled
+
+
+def _count_sampled(draft: Array, new: Array, ends: Array) -> tuple[jax.Array, jax.Array]:
+    """Returns how many of the new tokens [d, S, k + 1] a pass has sampled, and whether the last of them ends the round.
+
+    draft [d, S, k]: drafts of all but the last of the tokens. ends [d, S, k + 1]: True for tokens after which a
+    sequence stops. A token counts if all drafts before it are right, and no token before it ends the round.
+    """
+    goes_on = (draft == new[..., :-1]) & ~ends[..., :-1]
+    sampled = 1 + jnp.sum(jnp.cumprod(goes_on, axis=-1), axis=-1, dtype=jnp.int32)
+    return sampled, jnp.take_along_axis(ends, (sampled - 1)[..., None], axis=2)[..., 0]
+
+
+def _with_rows_for_drafts(indices: CacheIndices, width: int) -> CacheIndices:
+    """Returns the indices of S * width rows: each sequence has a row for its last token and for each draft.
+
+    With a row of its own, the numbers of a token do not depend on how many drafts before it were right.
+    """
+    columns = jnp.arange(width)
+    members = indices.prompt_members[..., None] * width + columns[None, None, None]
+    member_index = indices.member_index[..., None] * width + columns[None, None]
+    return indices._replace(
+        page_table=jnp.repeat(indices.page_table, width, axis=1),
+        prompt_members=members.reshape(*members.shape[:2], -1),
+        member_index=member_index.reshape(len(member_index), -1),
+    )
 
 
 def _copy_prompts(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array) -> list[Pages]:

@@ -15,6 +15,10 @@ SMALLER_BY = (4, 16)  # the smaller decode programs have this many times fewer s
 ROUND_TOKENS = 32  # most tokens that a decode round samples per sequence before the host checks the sequences
 PREFILL_TOKENS = 2**14  # prompt tokens of a prefill on one device: enough to be fast, few enough for the memory
 USABLE_MEMORY = 0.85  # share of a device's memory for weights, states and cache; the rest is for temporary arrays
+DRAFT_PASSES = 8  # most passes of a decode round with drafts, after which the host looks for better ones
+# Most tokens that a pass with drafts computes on a device, with a kernel for pages (an accelerator) and without. For
+# fewer tokens, the time of a pass is that of reading the weights.
+DRAFT_ROWS = {True: 256, False: 64}
 CHUNK_TOKENS = (32, 128)  # widths of the two programs that write observations into pages
 MAX_SMALL_CHUNKS = 3  # this many small chunks cost less than a large chunk that is partly empty
 
@@ -55,6 +59,7 @@ class StreamSizes:
     refills: bool  # whether some groups start only after other groups have ended
     images: ImageSizes | None = None  # sizes of the prompts' images, None if prompts have no images
     is_open: bool = False  # whether prompts arrive while others decode (`open_stream`)
+    drafts: int = 0  # most drafts that a pass verifies; 0: no drafts
 
     @property
     def max_sequence_pages(self) -> int:
@@ -67,7 +72,8 @@ class StreamSizes:
 
         Episodes have a single size. Programs of two sizes differ in the last bits of their results, and the time of
         tools decides how many episodes decode together. A single size keeps the results independent of that time. An
-        open stream has a single size too, because there the time of arrival decides.
+        open stream has a single size too, because there the time of arrival decides. Only the smallest program has
+        drafts, because right drafts decide when the sequences are few enough for a smaller one.
         """
         sizes = [Slots(self.sequences, self.prompts)]
         if self.observation or self.is_open:
@@ -75,10 +81,16 @@ class StreamSizes:
         # A kernel reads the pages of each sequence alone, so a very small program saves little time.
         for times in SMALLER_BY[:1] if self.has_kernel else SMALLER_BY:
             count = -(-self.sequences // times)
-            if count < sizes[-1].count:
+            if count < sizes[-1].count and not self.drafted(sizes[-1]):
                 sizes.append(Slots(count, min(self.prompts, count)))
         # Short completions end within few rounds: a further program would start only when they have ended.
         return sizes[: max(self.completion_length // ROUND_TOKENS, 1)]
+
+    def drafted(self, slots: Slots) -> int:
+        """Returns how many drafts the decode program for these slots verifies in a pass; 0: it has no drafts."""
+        # Where groups wait, the sequences become many again, and so the right drafts would choose the programs.
+        is_one_size = slots.count == self.sequences or not self.refills
+        return self.drafts * (is_one_size and slots.count * (self.drafts + 1) <= DRAFT_ROWS[self.has_kernel])
 
     def chunk_tokens(self, *, continues_groups: bool) -> tuple[int, ...]:
         """Returns the widths of the programs that write observations into pages.

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, IN_TURN, Episodes
+from jaxrl_llm.rollout.jax.drafts import DraftHistory
 from jaxrl_llm.rollout.jax.layout import (
     Draws,
     enumerate_items,
@@ -72,6 +73,7 @@ class Stream:
     wanted_groups: int = 0
     required_groups: list[int] = field(default_factory=list)  # numbers of the groups that `wanted_groups` must include
     report_ended: Callable[[int], None] = lambda count: None  # gets the number of newly ended completions
+    history: DraftHistory = field(default_factory=DraftHistory)  # texts that the programs with drafts use
 
     def __post_init__(self) -> None:
         self.sizes, self.mesh = self.programs.sizes, self.programs.mesh
@@ -80,6 +82,7 @@ class Stream:
         self._awaited_answers: set[Future[list[int] | None]] = set()  # answers that were pending before the last round
         # Tokens that the decode programs computed, and the tokens that their slots could have computed.
         self.computed_tokens = self.slot_steps = 0
+        self.passes = 0  # passes of all sequences through the decode programs; fewer than tokens if drafts were right
 
     def run(self) -> None:
         """Samples until the wanted groups are complete."""
@@ -286,12 +289,16 @@ class Stream:
         arrays = round_rows(
             rows, slots, sizes=self.sizes, prompts=self.prompts, episodes=episodes, limits=limits, draws=self.draws
         )
+        if drafted := self.sizes.drafted(slots):
+            drafts = self.history.drafts(rows, (slots.count, drafted), self.prompts, episodes)
+            arrays = arrays._replace(drafts=drafts)
         threshold = self._running_threshold(count, some_wait=some_wait)
         cache, sampled = self.programs.decode(cache, transfers.shard_batch(arrays, self.mesh), threshold)
-        tokens, logprobs, counts = transfers.to_host(sampled)
+        tokens, logprobs, counts, passes = transfers.to_host(sampled)
         WATCHDOG.report_progress()
         self.computed_tokens += int(counts.sum())
-        self.slot_steps += counts.size * int(counts.max())
+        self.passes += int(passes.sum())
+        self.slot_steps += counts.size * int(passes.max())
         changed = []
         for d, n, member in enumerate_items(rows, 0, slots.count):
             i = member.number

@@ -257,6 +257,7 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
         in_int8=recipe.chosen_engine.in_int8,
         cache_dtype=recipe.chosen_engine.cache_dtype,
         observation_tokens=recipe.observation_tokens,
+        drafts=recipe.chosen_engine.drafts,
     )
 
 
