@@ -266,7 +266,9 @@ class SampleSource:
         """
         arrays = transfers.to_host(arrays)
         prompts = self.collate(arrays["numbers"])
-        rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
+        rollouts, *greedy = (
+            Rollouts.from_checkpoint(arrays[name]) for name in ("rollouts", "greedy") if name in arrays
+        )
         samples = replace(self._start_grading(prompts, rollouts), metrics=metrics, replaced_rows=replaced_rows)
         return replace(samples, greedy=self._start_grading(prompts, greedy[0])) if greedy else samples
 
@@ -434,4 +436,5 @@ def to_batch(
         packed_index=packed_index,
         images=prompts.images,
         smaller=prompts.smaller,
+        tree=rollouts.tree,
     )
