@@ -306,6 +306,8 @@ def test_steps_of_all_kinds_of_runs_are_made_again_bit_for_bit(kind, tmp_path):
     np.testing.assert_array_equal(same.own.gradient["norm"], same.other.gradient["norm"])
     if config.epochs > 1:  # four updates on a rollout, of which the later ones clip
         assert same.cosine == 1.0 and same.own.kl_after > 0 and same.own.metrics["clip/fraction"] > 0
+        alone = replay.step(tmp_path / "run", 1, with_gradient=False)  # a step of the critic alone
+        assert (alone.differences, alone.exact) == ({}, True)
         wide = replay.step(tmp_path / "run", 3, changes={"loss.clip_high": "50.0", "optim.clip_norm": "0.0"}).what_if
         assert wide and wide.other.metrics["clip/fraction"] < wide.own.metrics["clip/fraction"]
         assert wide.own.metrics == same.own.metrics and 0 < wide.cosine < 1

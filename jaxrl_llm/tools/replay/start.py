@@ -148,8 +148,11 @@ def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLea
     Raises: UserError, if models, rows or code have changed since the run, or this machine cannot run it.
     """
     config = read_config(start.folder)
-    # The replay ends with the step, so that nothing is sampled for later steps, and it uses no logger.
-    config.num_steps, config.log.to, config.log.project, config.log.profile = start.step, (), "", ""
+    # The replay ends with the step, so that nothing is sampled for later steps, and it uses no logger. A config whose run
+    # ended with the warm-up of its critic would be refused.
+    critic = config.critic if "critic" in config else None
+    config.num_steps = max(start.step, critic.warmup_steps + 1 if critic else 0)
+    config.log.to, config.log.project, config.log.profile = (), "", ""
     # Files of samples replace the engine and the judge, which this machine may lack.
     checked = collected() if start.files else nullcontext()
     with TemporaryDirectory(prefix="jaxrl-replay-") as temporary, redirect_stdout(io.StringIO()), checked:
