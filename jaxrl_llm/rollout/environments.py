@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ __all__: tuple[str, ...] = ()  # no class here is an environment that a config m
 
 REPLACEMENT = "\ufffd"  # decoded text of a token that holds only a part of a character
 FAILURE_OBSERVATION = "\n\n[The environment failed: {}]\n\n"
+T = TypeVar("T")
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -105,6 +106,21 @@ class EnvironmentPool:
                 f"{template_tokens} tokens around the result of a tool; raise config.turns.observation_tokens above it"
             )
 
+    def prepare_rows(self, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Returns the rows of a source with what the environment adds to them before they are tokenized.
+
+        Raises: UserError, if the environment does not accept a row, or adds another text at each call.
+        """
+        if not (rows and hasattr(self.make(), "prepare_row")):
+            return rows
+        prepared = list(self.threads.map(lambda row: prepare_row(self.make(), row), rows))
+        if prepare_row(self.make(), rows[0])["prompt"] != prepared[0]["prompt"]:
+            raise UserError(
+                "config.env: reset returned two texts for one row, but all completions of a prompt must start in one "
+                "state: let the row decide, for example by a column with a seed"
+            )
+        return prepared
+
     def make(self) -> Environment:
         """Returns a new environment. Raises: UserError, if its constructor fails."""
         try:
@@ -121,8 +137,8 @@ class EnvironmentPool:
 
         Raises: UserError.
         """
-        reset_environment(self.make(), rows[0])
-        if self.schemas:
+        self.start_batch(rows[:1], 1).finish()
+        if self.schemas or any("tools" in formats.template_args(row) for row in rows):
             # Check equal arguments only once, because a large data set has few different ones.
             for row_args in {repr(row_args): row_args for row_args in map(formats.template_args, rows)}.values():
                 self.messages.check(row_args)
@@ -134,9 +150,27 @@ class EnvironmentPool:
     def start_episodes(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[Episode]:
         """Returns `group_size` new episodes for each row. Raises: UserError, if an environment refuses its row."""
         episodes = [Episode(self.make(), row) for row in rows for _ in range(group_size)]
-        for episode in episodes:
-            reset_environment(episode.environment, episode.row)
+        # The threads reset them, because a reset may wait for a server.
+        for error in self.threads.map(self._reset, episodes):
+            if error:
+                raise error
         return episodes
+
+    def _reset(self, episode: Episode) -> UserError | None:
+        """Starts an episode within the limit of time. Returns the error of an environment that refuses its row."""
+
+        def reset() -> UserError | None:
+            try:
+                reset_environment(episode.environment, episode.row)
+            except UserError as error:
+                return error
+            return None
+
+        try:
+            return self.time_limit.call(reset)
+        except TimeoutError:
+            episode.is_late = True
+            return None
 
     def encode_observation(
         self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]
@@ -188,6 +222,8 @@ class Episode:
     row: dict[str, Any]
     metric_sums: dict[str, np.float32] = field(default_factory=dict)  # sums of metrics over the turns
     was_cut: bool = False  # whether a limit of turns, observation tokens or time has cut it
+    is_late: bool = False  # whether its environment may still run a call, so that no other call may start
+    is_finished: bool = False  # whether the environment has given its last metrics
 
     def add_metrics(self, measured: Mapping[str, float]) -> None:
         """Adds the metrics of a turn."""
@@ -197,7 +233,7 @@ class Episode:
 
 
 class EnvironmentBatch:
-    """The environments of a batch's episodes, as engines use them (`rollout.protocol.Environments`)."""
+    """The environments of a batch's episodes, as engines use them (`rollout.protocol.EpisodeEnvironments`)."""
 
     def __init__(self, pool: EnvironmentPool, episodes: list[Episode], group_size: int):
         self._pool, self._episodes, self._group_size = pool, episodes, group_size
@@ -225,14 +261,48 @@ class EnvironmentBatch:
         episodes = [self._episodes[i] for b in groups for i in range(b * self._group_size, (b + 1) * self._group_size)]
         return EnvironmentBatch(self._pool, episodes, self._group_size) if episodes else None
 
+    def finish(self, has_ended: np.ndarray | None = None) -> None:
+        """Adds the last metrics of episodes, for example a reward, and lets their environments free what they hold.
+
+        has_ended: [B, G] True for the episodes to finish, None for all. An episode is finished once.
+        """
+        flags = np.ones(len(self._episodes), bool) if has_ended is None else has_ended.ravel()
+        pairs = zip(self._episodes, flags, strict=True)
+        due = [episode for episode, flag in pairs if flag and not episode.is_finished]
+        list(self._pool.threads.map(self._finish, due))
+
+    def _finish(self, episode: Episode) -> None:
+        episode.is_finished = True
+        if not (finish := getattr(episode.environment, "finish", None)):
+            return
+
+        def call() -> Mapping[str, float]:
+            try:
+                return checked(Reply(metrics=finish())).metrics
+            except (Exception, SystemExit) as error:
+                _warn(error)
+                return {"errors": 1.0, "unscored": 1.0}
+
+        try:
+            if episode.is_late:
+                raise TimeoutError
+            episode.add_metrics(self._pool.time_limit.call(call))
+        except TimeoutError:
+            episode.add_metrics({"errors": 1.0, "unscored": 1.0})
+
     def replay(
-        self, turns: Sequence[list[list[int]]], metrics: Mapping[str, np.ndarray], truncated: np.ndarray
+        self,
+        turns: Sequence[list[list[int]]],
+        metrics: Mapping[str, np.ndarray],
+        truncated: np.ndarray,
+        has_ended: np.ndarray,
     ) -> None:
         """Gives new environments the earlier turns of their episodes, because a checkpoint holds no environment.
 
-        The episodes keep the observations and measurements of the earlier process. metrics: {name: [B, G]}; truncated:
-        [B, G].
+        The episodes keep the observations and measurements of the earlier process. metrics: {name: [B, G]}; truncated
+        and has_ended: [B, G].
         """
+        self.finish(has_ended)  # the earlier process has measured these episodes
         pairs = zip(self._episodes, turns, strict=True)
         jobs = [self._pool.threads.submit(self._replay, episode, answered) for episode, answered in pairs if answered]
         for future in jobs:
@@ -314,21 +384,33 @@ class EnvironmentBatch:
                 _warn(error)
                 reason = summarize_error(error)
                 # An environment with tools answers by chat messages, and any other environment by text.
-                observation = (f"error: {reason}",) if self._pool.schemas else FAILURE_OBSERVATION.format(reason)
+                has_tools = self._pool.schemas or "tools" in formats.template_args(episode.row)
+                observation = (f"error: {reason}",) if has_tools else FAILURE_OBSERVATION.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})
 
         try:
+            if episode.is_late:
+                raise TimeoutError
             return self._pool.time_limit.call(step)
         except TimeoutError:
             # The environment may still run the step, so it must not get another one.
-            episode.was_cut = True
+            episode.was_cut = episode.is_late = True
             return Reply(done=True, metrics={"errors": 1.0})
 
 
 def reset_environment(environment: Environment, row: dict[str, Any]) -> None:
     """Starts the episode of a row. Raises: UserError, if the environment does not accept the row."""
+    _call_with_row(environment, environment.reset, row)
+
+
+def prepare_row(environment: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with what the environment adds. Raises: UserError, if the environment does not accept the row."""
+    return _call_with_row(environment, environment.prepare_row, row)
+
+
+def _call_with_row(environment: Any, method: Callable[[dict[str, Any]], T], row: dict[str, Any]) -> T:
     try:
-        environment.reset(row)
+        return method(row)
     except UserError:
         raise
     except Exception as error:
