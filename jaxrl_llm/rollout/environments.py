@@ -95,7 +95,9 @@ class EnvironmentPool:
         self.time_limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
         # Make one environment now, so that wrong arguments raise an error before the run starts. `schemas` are JSON
         # schemas of its tools, for the chat template.
-        self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])
+        environment = self.make()
+        self.schemas: list[dict[str, Any]] = getattr(environment, "schemas", [])
+        self.has_tools = bool(self.schemas) or hasattr(environment, "prepare_row")  # which may add tools to rows
         self.messages = ToolMessages(tokenizer, self.schemas, template_args)
         if not self.schemas:
             return
@@ -138,7 +140,7 @@ class EnvironmentPool:
         Raises: UserError.
         """
         self.start_batch(rows[:1], 1).finish()
-        if self.schemas or any("tools" in formats.template_args(row) for row in rows):
+        if self.has_tools:
             # Check equal arguments only once, because a large data set has few different ones.
             for row_args in {repr(row_args): row_args for row_args in map(formats.template_args, rows)}.values():
                 self.messages.check(row_args)
@@ -316,7 +318,7 @@ class EnvironmentBatch:
             episode.was_cut = bool(truncated.flat[i])
 
     def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
-        if any(self._step(episode, self._text(turn)).done for turn in turns):
+        if any(self._step(episode, turn).done for turn in turns):
             warnings.warn(
                 "an environment has ended an episode at a turn after which the episode continued before the run was "
                 "resumed: its later answers may differ from those of a run without the stop",
@@ -347,7 +349,7 @@ class EnvironmentBatch:
 
     def _answer(self, episode: Episode, turn: list[int]) -> list[int] | None:
         start = time.perf_counter()
-        reply = self._step(episode, self._text(turn))
+        reply = self._step(episode, turn)
         # A turn without an error counts 0 errors, so that the metric always exists.
         episode.add_metrics({"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - start})
         if reply.done:
@@ -374,8 +376,11 @@ class EnvironmentBatch:
             return ids[: self._pool.observation_tokens]
         return self._pool.shorten_results(observation, episode.row, turn)
 
-    def _step(self, episode: Episode, text: str) -> Reply:
+    def _step(self, episode: Episode, turn: list[int]) -> Reply:
         """Returns the reply of an environment. An error or a time-out becomes a reply, and never ends the run."""
+        pool, text = self._pool, self._text(turn)
+        if pool.has_tools:
+            text = pool.messages.read_turn(turn, formats.template_args(episode.row))
 
         def step() -> Reply:
             try:
@@ -384,8 +389,7 @@ class EnvironmentBatch:
                 _warn(error)
                 reason = summarize_error(error)
                 # An environment with tools answers by chat messages, and any other environment by text.
-                has_tools = self._pool.schemas or "tools" in formats.template_args(episode.row)
-                observation = (f"error: {reason}",) if has_tools else FAILURE_OBSERVATION.format(reason)
+                observation = (f"error: {reason}",) if self._pool.has_tools else FAILURE_OBSERVATION.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})
 
         try:

@@ -1,8 +1,8 @@
-"""Functions as tools, in the form that Qwen2.5, Qwen3 and Hermes models know.
+"""Functions as tools.
 
-The chat template describes the functions in the prompt. The policy writes
-`<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>`, and the template puts the results
-into messages of the role "tool". A turn ends with the model's own stop token.
+The chat template describes the functions in the prompt. The policy writes a call in the form of its template, which
+`rollout.call_forms` rewrites as `<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>`. The
+template puts the results into messages of the role "tool". A turn ends with the model's own stop token.
 """
 
 from __future__ import annotations
