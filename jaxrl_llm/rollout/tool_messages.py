@@ -45,7 +45,7 @@ class ToolMessages:
         return self._special_text.sub("", text)
 
     def _types(self, row_args: Mapping[str, Any]) -> Any:
-        return argument_types((self._args | row_args).get("tools", ()))
+        return argument_types({**self._args, **row_args}.get("tools", ()))
 
     def check(self, row_args: Mapping[str, Any]) -> None:
         """Renders difficult results. Raises: UserError, if the template does not accept or does not show results.

@@ -48,11 +48,6 @@ class Environments:
 
     def prepare_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """Returns a row whose last message ends with what `reset` returns, and whose tools are its environment's."""
-        if isinstance(row["prompt"], str):
-            raise UserError(
-                "config.env: trl.Environments needs prompts that are lists of messages, but a prompt is text: set "
-                "data.convert, or use a chat"
-            )
         if not self._one and row.get("tools") is not None:
             raise UserError(
                 "config.env.factory: rows have a column 'tools' with other functions, which the environment cannot "
@@ -62,14 +57,7 @@ class Environments:
         environment = _take(factory)
         text = environment.reset(**self._columns(row))
         _idle[factory].append(environment)
-        row = row | {TEXT_COLUMN: text} | ({} if self._one else {"tools": schemas})
-        if text is None:
-            return row
-        if not isinstance(text, str):
-            raise TypeError(f"reset returned {type(text).__name__}, but must return text or None")
-        *earlier, last = row["prompt"]
-        added = text if isinstance(last["content"], str) else [{"type": "text", "text": text}]
-        return row | {"prompt": [*earlier, last | {"content": last["content"] + added}]}
+        return append_text(row | ({} if self._one else {"tools": schemas}), text)
 
     def reset(self, row: dict[str, Any]) -> None:
         """Starts the episode of a prepared row. An error costs the episode, which its first turn then ends."""
@@ -123,6 +111,25 @@ class Environments:
         content = last["content"]
         content = content.removesuffix(text) if isinstance(content, str) else content[:-1]
         return columns | {"prompt": [*earlier, last | {"content": content}]}
+
+
+def append_text(row: dict[str, Any], text: Any) -> dict[str, Any]:
+    """Returns a row whose last message ends with the text of a reset, None for no text.
+
+    Raises: UserError, if the prompt is text; TypeError, if `text` is none.
+    """
+    if isinstance(row["prompt"], str):
+        raise UserError(
+            "config.env: the environment has tools and needs prompts that are lists of messages, but a prompt is text: "
+            "set data.convert, or use a chat"
+        )
+    if text is None:
+        return row | {TEXT_COLUMN: None}
+    if not isinstance(text, str):
+        raise TypeError(f"reset returned {type(text).__name__}, but must return text or None")
+    *earlier, last = row["prompt"]
+    added = text if isinstance(last["content"], str) else [{"type": "text", "text": text}]
+    return row | {TEXT_COLUMN: text, "prompt": [*earlier, last | {"content": last["content"] + added}]}
 
 
 def _take(factory: Callable[[], Any]) -> Any:
