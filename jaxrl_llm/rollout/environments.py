@@ -11,11 +11,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jaxrl_llm.config.records import Call, KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding, formats
 from jaxrl_llm.errors import UserError, describe, summarize_error
+from jaxrl_llm.rollout.episode import Episode, prepare_row, warn_of
 from jaxrl_llm.rollout.time_limit import TimeLimit
 from jaxrl_llm.rollout.tool_messages import ToolMessages
 from jaxrl_llm.tasks.protocol import Environment, Reply, checked
@@ -32,7 +33,6 @@ __all__: tuple[str, ...] = ()  # no class here is an environment that a config m
 
 REPLACEMENT = "\ufffd"  # decoded text of a token that holds only a part of a character
 FAILURE_OBSERVATION = "\n\n[The environment failed: {}]\n\n"
-T = TypeVar("T")
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -153,26 +153,10 @@ class EnvironmentPool:
         """Returns `group_size` new episodes for each row. Raises: UserError, if an environment refuses its row."""
         episodes = [Episode(self.make(), row) for row in rows for _ in range(group_size)]
         # The threads reset them, because a reset may wait for a server.
-        for error in self.threads.map(self._reset, episodes):
+        for error in self.threads.map(lambda episode: episode.start(self.time_limit), episodes):
             if error:
                 raise error
         return episodes
-
-    def _reset(self, episode: Episode) -> UserError | None:
-        """Starts an episode within the limit of time. Returns the error of an environment that refuses its row."""
-
-        def reset() -> UserError | None:
-            try:
-                reset_environment(episode.environment, episode.row)
-            except UserError as error:
-                return error
-            return None
-
-        try:
-            return self.time_limit.call(reset)
-        except TimeoutError:
-            episode.is_late = True
-            return None
 
     def encode_observation(
         self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]
@@ -216,24 +200,6 @@ class EnvironmentPool:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass
-class Episode:
-    """An episode's environment and its metrics."""
-
-    environment: Environment
-    row: dict[str, Any]
-    metric_sums: dict[str, np.float32] = field(default_factory=dict)  # sums of metrics over the turns
-    was_cut: bool = False  # whether a limit of turns, observation tokens or time has cut it
-    is_late: bool = False  # whether its environment may still run a call, so that no other call may start
-    is_finished: bool = False  # whether the environment has given its last metrics
-
-    def add_metrics(self, measured: Mapping[str, float]) -> None:
-        """Adds the metrics of a turn."""
-        # The sums are float32 as in a checkpoint, so that a resumed run computes the same sums.
-        sums = {name: self.metric_sums.get(name, np.float32(0)) + np.float32(value) for name, value in measured.items()}
-        self.metric_sums.update(sums)
-
-
 class EnvironmentBatch:
     """The environments of a batch's episodes, as engines use them (`rollout.protocol.EpisodeEnvironments`)."""
 
@@ -271,26 +237,7 @@ class EnvironmentBatch:
         flags = np.ones(len(self._episodes), bool) if has_ended is None else has_ended.ravel()
         pairs = zip(self._episodes, flags, strict=True)
         due = [episode for episode, flag in pairs if flag and not episode.is_finished]
-        list(self._pool.threads.map(self._finish, due))
-
-    def _finish(self, episode: Episode) -> None:
-        episode.is_finished = True
-        if not (finish := getattr(episode.environment, "finish", None)):
-            return
-
-        def call() -> Mapping[str, float]:
-            try:
-                return checked(Reply(metrics=finish())).metrics
-            except (Exception, SystemExit) as error:
-                _warn(error)
-                return {"errors": 1.0, "unscored": 1.0}
-
-        try:
-            if episode.is_late:
-                raise TimeoutError
-            episode.add_metrics(self._pool.time_limit.call(call))
-        except TimeoutError:
-            episode.add_metrics({"errors": 1.0, "unscored": 1.0})
+        list(self._pool.threads.map(lambda episode: episode.finish(self._pool.time_limit), due))
 
     def replay(
         self,
@@ -361,7 +308,7 @@ class EnvironmentBatch:
             return self._encode_reply(episode, reply.observation, turn)
         except Exception as error:
             # A chat template may raise any error, even if it has accepted the results of `check`.
-            _warn(error)
+            warn_of(error)
             episode.add_metrics({"errors": 1.0})
             episode.was_cut = True
             return None
@@ -386,7 +333,7 @@ class EnvironmentBatch:
             try:
                 return checked(episode.environment.step(text))
             except (Exception, SystemExit) as error:
-                _warn(error)
+                warn_of(error)
                 reason = summarize_error(error)
                 # An environment with tools answers by chat messages, and any other environment by text.
                 observation = (f"error: {reason}",) if self._pool.has_tools else FAILURE_OBSERVATION.format(reason)
@@ -400,30 +347,3 @@ class EnvironmentBatch:
             # The environment may still run the step, so it must not get another one.
             episode.was_cut = episode.is_late = True
             return Reply(done=True, metrics={"errors": 1.0})
-
-
-def reset_environment(environment: Environment, row: dict[str, Any]) -> None:
-    """Starts the episode of a row. Raises: UserError, if the environment does not accept the row."""
-    _call_with_row(environment, environment.reset, row)
-
-
-def prepare_row(environment: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with what the environment adds. Raises: UserError, if the environment does not accept the row."""
-    return _call_with_row(environment, environment.prepare_row, row)
-
-
-def _call_with_row(environment: Any, method: Callable[[dict[str, Any]], T], row: dict[str, Any]) -> T:
-    try:
-        return method(row)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"config.env: {type(environment).__name__}.reset does not accept a row ({formats.columns_text(row)}): "
-            f"{describe(error)}; fix the data or the environment"
-        ) from error
-
-
-def _warn(error: BaseException) -> None:
-    """Warns the user of an environment's error, which the policy reads too. Python shows equal warnings once."""
-    warnings.warn(f"an environment failed: {describe(error)}; episode/errors counts it", stacklevel=2)

@@ -15,11 +15,11 @@ from typing import Any
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.tasks import FACTORIES, PREFILL
+from jaxrl_llm.tasks.first_texts import TEXT_COLUMN, append_text, prompt_without_text
 from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.tasks.tools import answer_calls, schemas_of
 
 COLUMN = "environment"  # column that chooses one of several environments
-TEXT_COLUMN = "environment_text"  # column with the text of `reset` at the end of a prompt; None without a text
 # Objects that no episode uses. TRL makes an object once and resets it often, because it may hold a connection.
 _idle: dict[Callable[[], Any], list[Any]] = defaultdict(list)
 
@@ -105,31 +105,7 @@ class Environments:
         """Returns the columns of a row as its source has them; TRL leaves out the column that chooses."""
         added = {PREFILL, TEXT_COLUMN} | (set() if self._one else {COLUMN, "tools"})
         columns = {name: value for name, value in row.items() if name not in added}
-        if (text := row.get(TEXT_COLUMN)) is None:
-            return columns
-        *earlier, last = row["prompt"]
-        content = last["content"]
-        content = content.removesuffix(text) if isinstance(content, str) else content[:-1]
-        return columns | {"prompt": [*earlier, last | {"content": content}]}
-
-
-def append_text(row: dict[str, Any], text: Any) -> dict[str, Any]:
-    """Returns a row whose last message ends with the text of a reset, None for no text.
-
-    Raises: UserError, if the prompt is text; TypeError, if `text` is none.
-    """
-    if isinstance(row["prompt"], str):
-        raise UserError(
-            "config.env: the environment has tools and needs prompts that are lists of messages, but a prompt is text: "
-            "set data.convert, or use a chat"
-        )
-    if text is None:
-        return row | {TEXT_COLUMN: None}
-    if not isinstance(text, str):
-        raise TypeError(f"reset returned {type(text).__name__}, but must return text or None")
-    *earlier, last = row["prompt"]
-    added = text if isinstance(last["content"], str) else [{"type": "text", "text": text}]
-    return row | {TEXT_COLUMN: text, "prompt": [*earlier, last | {"content": last["content"] + added}]}
+        return columns | {"prompt": prompt_without_text(row)}
 
 
 def _take(factory: Callable[[], Any]) -> Any:
@@ -179,7 +155,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _wait_for(method: Callable[..., Any], **arguments: Any) -> Any:
+def _wait_for(method: Callable[..., Any], /, **arguments: Any) -> Any:
     """Returns the result of a method, which may be async."""
     result = method(**arguments)
     return asyncio.run_coroutine_threadsafe(result, _event_loop()).result() if inspect.iscoroutine(result) else result

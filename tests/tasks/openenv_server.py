@@ -1,4 +1,4 @@
-"""An OpenEnv server with its own package: python openenv_server.py KIND PORT, KIND is mcp or actions."""
+"""An OpenEnv server with its own package: python openenv_server.py KIND PORT SESSIONS, KIND is mcp or actions."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class Notes(MCPEnvironment):
 
 
 if __name__ == "__main__":
-    kind, port = sys.argv[1:]
+    kind, port, sessions = sys.argv[1:]
     env, action, observation = {
         "mcp": (Notes, CallToolAction, CallToolObservation),
         "actions": (Corridor, Move, Place),
     }[kind]
-    uvicorn.run(create_fastapi_app(env, action, observation, 8), port=int(port), log_level="warning")
+    uvicorn.run(create_fastapi_app(env, action, observation, int(sessions)), port=int(port), log_level="warning")

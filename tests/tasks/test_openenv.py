@@ -31,11 +31,13 @@ own_server = pytest.mark.skipif(not PYTHON, reason="needs openenv-core, or OPENE
 
 
 @contextmanager
-def openenv(kind: str) -> Iterator[str]:
-    """Runs OpenEnv's own server and gives its address."""
+def openenv(kind: str, sessions: int = 8) -> Iterator[str]:
+    """Runs OpenEnv's own server with room for some sessions, and gives its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = subprocess.Popen([PYTHON, str(Path(__file__).with_name("openenv_server.py")), kind, str(port)])
+    process = subprocess.Popen(
+        [PYTHON, str(Path(__file__).with_name("openenv_server.py")), kind, str(port), str(sessions)]
+    )
     try:
         until = time.monotonic() + 120
         while time.monotonic() < until and process.poll() is None:
