@@ -11,8 +11,8 @@ from typing import Any
 from jaxrl_llm.config.schema import Positive
 from jaxrl_llm.tasks.first_texts import TEXT_COLUMN, append_text
 from jaxrl_llm.tasks.openenv_client import (
-    ServerError,
     OpenEnvSession,
+    ServerError,
     offered_tools,
     read_observation,
     refusal,
