@@ -48,7 +48,6 @@ SOURCES = Kind(HERE, lambda function: _parameters(function) == [])
 CONVERTERS = Kind(HERE, lambda function: _parameters(function) == ["row"])
 REWARDS = Kind(HERE, lambda function: bool({"completions", "completion_ids"} & set(_parameters(function) or ())))
 ENVIRONMENTS = Kind(HERE, lambda kind: inspect.isclass(kind) and hasattr(kind, "reset") and hasattr(kind, "step"))
-FACTORIES = Kind(HERE, lambda kind: False)  # classes of another library's environments, which only users have
 TOOLS = Kind(HERE, lambda function: inspect.isfunction(function) and "Args:" in (function.__doc__ or ""))
 ANSWERS = Kind(HERE, lambda function: _parameters(function) == ["text"])  # functions that find an answer in a text
 

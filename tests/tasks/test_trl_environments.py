@@ -80,6 +80,25 @@ class Table:
         return float(self.found) if self.found else None
 
 
+class Names:
+    """The arguments of its tool have names that the trainer uses too."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    def tool(self, name: str, method: str) -> str:
+        """
+        Joins two texts.
+
+        Args:
+            name: the first
+            method: the second
+        """
+        return name + method
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 class NoReset:
     def tool(self) -> str:
         """Returns nothing."""
@@ -209,6 +228,21 @@ def test_an_episode_without_a_verdict_is_unscored_and_not_zero():
     assert batch.metrics()["unscored"].tolist() == [[1.0, 0.0]]
     episodes = [{name: float(x[0, g]) for name, x in batch.metrics().items()} for g in range(2)]
     assert environment.reward(["", ""], episodes) == [None, 1.0]
+
+
+def test_a_resumed_episode_that_had_ended_keeps_its_reward_once():
+    made = pool(HERE + "Names")  # pays for every episode
+    rows = made.prepare_rows([chat()])
+    batch, resumed = made.start_batch(rows, 2), made.start_batch(rows, 2)
+    said = '<tool_call>{"name": "tool", "arguments": {"name": "a", "method": "b"}}</tool_call>'
+    assert [results(played(made, batch, i, said)[0]) for i in range(2)] == [["ab"], ["ab"]]
+    has_ended = np.array([[True, False]])
+    batch.finish(has_ended)
+    turn = made.tokenizer(said + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    resumed.replay([[], [turn]], batch.metrics(), batch.truncated, has_ended)
+    for one in (batch, resumed):
+        one.finish()
+        assert one.metrics()["reward"].tolist() == [[1.0, 1.0]] and one.metrics()["turns"].tolist() == [[1.0, 1.0]]
 
 
 def test_a_reset_that_fails_or_differs_costs_its_episode_only():
