@@ -171,9 +171,11 @@ def test_a_server_that_fails_costs_its_episode_under_a_name_of_its_own(failure, 
         with pytest.warns(UserWarning, match=metric):  # noqa: PT031
             batch = made.start_batch(rows, 1)
             assert played(made, batch, 0, call("add") + call("add")) == [None]
+            # An episode that the server has paid before it fails is unscored too.
+            assert (played(made, whole, 0, call("add")) == [None]) == (where == "step")
         for one in (whole, batch):
             one.finish()
-    assert first_metrics(whole, 0)["unscored"] == 0.0
+    assert first_metrics(whole, 0)["unscored"] == float(where == "step")
     metrics = first_metrics(batch, 0)
     assert metrics[metric] == 1.0 and metrics["unscored"] == 1.0 and metrics["errors"] >= 1
     assert environment.reward([""], [metrics]) == [None]
