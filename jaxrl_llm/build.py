@@ -189,8 +189,9 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     environments = open_environments(settings, tokenizer, work_directory.resources, recipe.data.chat_template_args)
     tools = environments.schemas if environments else []
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
-    dataset = data.load(recipe.data, tokenizer, tools, images)
-    sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images)
+    prepare_rows = environments.prepare_rows if environments else list
+    dataset = data.load(recipe.data, tokenizer, tools, images, prepare_rows)
+    sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images, prepare_rows)
     functions, episodes = recipe.reward.functions, environments is not None
     dataset, sets = columns.check_all(recipe.data, recipe.eval_sets, functions, dataset, sets, episodes=episodes)
     if environments:

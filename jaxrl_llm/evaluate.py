@@ -121,6 +121,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             max_prompt_tokens=args.max_prompt_tokens,
             overlong="error",
             template_args=args.chat_template_args | tools,
+            prepare_rows=environments.prepare_rows if environments else list,
             columns=Columns(
                 *(args.prompt_column, args.answer_column, args.format_prompt, args.image_column, args.image_folder),
                 images=read_format(folder, min_pixels=args.min_pixels, max_pixels=args.max_pixels),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -28,6 +28,7 @@ from jaxrl_llm.structs import AnyArray, Prompts, PromptSizes
 from jaxrl_llm.tasks import PREFILL
 
 Turn: TypeAlias = dict[str, str]
+PrepareRows: TypeAlias = Callable[[Sequence[Row]], Sequence[Row]]
 OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 LAST_TOKENS = 16  # tokens at the end of a prompt that are searched for an opened thought
 
@@ -101,14 +102,20 @@ class Dataset:
 
 
 def load(
-    settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = (), images: ImageFormat | None = None
+    settings: DataSettings,
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]] = (),
+    images: ImageFormat | None = None,
+    prepare_rows: PrepareRows = list,
 ) -> Dataset:
     """Loads the training prompts of the section `data`.
 
     tools: JSON schemas of the environment's functions, for the chat template; images: image settings of the model, None
-    for a text model. Raises: UserError, naming the field or the row.
+    for a text model; prepare_rows(rows): returns the rows with what an environment adds before they are tokenized.
+    Raises: UserError, naming the field or the row.
     """
-    shared = _read_arguments(settings, tools, images)
+    shared: dict[str, Any] = _read_arguments(settings, tools, images)
+    shared["prepare_rows"] = prepare_rows
     if settings.mixture:
         parts = {
             name: read(part.source, tokenizer, convert=part.convert, field=f"data.mixture.{name}.convert", **shared)
@@ -159,15 +166,17 @@ def load_held_out(
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
     images: ImageFormat | None = None,
+    prepare_rows: PrepareRows = list,
     *,
     section: str = EVAL,
 ) -> Dataset:
     """Loads the prompts of an evaluation set in the way of training prompts, but drops no over-long prompt.
 
-    settings, tools, images: arguments of `load`; section: section of the config that has the set.
+    settings, tools, images, prepare_rows: arguments of `load`; section: section of the config that has the set.
     Raises: UserError, also for an over-long prompt.
     """
     set_arguments = {"convert": problems.convert, "problems": problems.problems, "overlong": "error"}
+    set_arguments |= {"prepare_rows": prepare_rows}
     arguments = _read_arguments(settings, tools, images) | set_arguments
     return read(problems.source, tokenizer, field=f"{section}.convert", **arguments)
 
@@ -178,10 +187,11 @@ def load_eval_sets(
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
     images: ImageFormat | None = None,
+    prepare_rows: PrepareRows = list,
 ) -> dict[str, Dataset]:
     """Loads all evaluation sets, by their sections of the config. Raises: UserError, as `load_held_out`."""
     return {
-        section: load_held_out(problems, settings, tokenizer, tools, images, section=section)
+        section: load_held_out(problems, settings, tokenizer, tools, images, prepare_rows, section=section)
         for section, problems in eval_sets.items()
     }
 
@@ -229,17 +239,19 @@ def read(
     field: str = "data.convert",
     columns: Columns = Columns(),  # noqa: B008
     problems: int | None = None,
+    prepare_rows: PrepareRows = list,
     **limits: Any,
 ) -> Dataset:
     """Reads and tokenizes the rows of a source.
 
     convert, field, columns: arguments of `load_rows`; problems: number of first rows to use, None for all;
-    limits: further arguments of `tokenize`. Raises: UserError, naming the source and the row.
+    prepare_rows: argument of `load`; limits: further arguments of `tokenize`.
+    Raises: UserError, naming the source and the row.
     """
     source_rows = load_rows(source, convert, field, columns)
     rows, numbers = source_rows.rows[:problems], source_rows.numbers[:problems]
     images = source_rows.images.take(range(len(rows))) if source_rows.images else None
-    dataset = tokenize(rows, tokenizer, source=source, numbers=numbers, images=images, **limits)
+    dataset = tokenize(prepare_rows(rows), tokenizer, source=source, numbers=numbers, images=images, **limits)
     return replace(dataset, refused=source_rows.dropped, read_as=source_rows.read_as, source=source)
 
 

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from jaxrl_llm.config.records import Call, KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding, formats
 from jaxrl_llm.errors import UserError, describe, summarize_error
+from jaxrl_llm.rollout.episode import Episode, prepare_row, warn_of
 from jaxrl_llm.rollout.time_limit import TimeLimit
 from jaxrl_llm.rollout.tool_messages import ToolMessages
 from jaxrl_llm.tasks.protocol import Environment, Reply, checked
@@ -94,7 +95,9 @@ class EnvironmentPool:
         self.time_limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
         # Make one environment now, so that wrong arguments raise an error before the run starts. `schemas` are JSON
         # schemas of its tools, for the chat template.
-        self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])
+        environment = self.make()
+        self.schemas: list[dict[str, Any]] = getattr(environment, "schemas", [])
+        self.has_tools = bool(self.schemas) or hasattr(environment, "prepare_row")  # which may add tools to rows
         self.messages = ToolMessages(tokenizer, self.schemas, template_args)
         if not self.schemas:
             return
@@ -104,6 +107,21 @@ class EnvironmentPool:
                 f"config.turns.observation_tokens = {observation_tokens}: the chat template alone writes "
                 f"{template_tokens} tokens around the result of a tool; raise config.turns.observation_tokens above it"
             )
+
+    def prepare_rows(self, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Returns the rows of a source with what the environment adds to them before they are tokenized.
+
+        Raises: UserError, if the environment does not accept a row, or adds another text at each call.
+        """
+        if not (rows and hasattr(self.make(), "prepare_row")):
+            return rows
+        prepared = list(self.threads.map(lambda row: prepare_row(self.make(), row), rows))
+        if prepare_row(self.make(), rows[0])["prompt"] != prepared[0]["prompt"]:
+            raise UserError(
+                "config.env: reset returned two texts for one row, but all completions of a prompt must start in one "
+                "state: let the row decide, for example by a column with a seed"
+            )
+        return prepared
 
     def make(self) -> Environment:
         """Returns a new environment. Raises: UserError, if its constructor fails."""
@@ -121,8 +139,8 @@ class EnvironmentPool:
 
         Raises: UserError.
         """
-        reset_environment(self.make(), rows[0])
-        if self.schemas:
+        self.start_batch(rows[:1], 1).finish()
+        if self.has_tools:
             # Check equal arguments only once, because a large data set has few different ones.
             for row_args in {repr(row_args): row_args for row_args in map(formats.template_args, rows)}.values():
                 self.messages.check(row_args)
@@ -134,8 +152,10 @@ class EnvironmentPool:
     def start_episodes(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[Episode]:
         """Returns `group_size` new episodes for each row. Raises: UserError, if an environment refuses its row."""
         episodes = [Episode(self.make(), row) for row in rows for _ in range(group_size)]
-        for episode in episodes:
-            reset_environment(episode.environment, episode.row)
+        # The threads reset them, because a reset may wait for a server.
+        for error in self.threads.map(lambda episode: episode.start(self.time_limit), episodes):
+            if error:
+                raise error
         return episodes
 
     def encode_observation(
@@ -180,24 +200,8 @@ class EnvironmentPool:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass
-class Episode:
-    """An episode's environment and its metrics."""
-
-    environment: Environment
-    row: dict[str, Any]
-    metric_sums: dict[str, np.float32] = field(default_factory=dict)  # sums of metrics over the turns
-    was_cut: bool = False  # whether a limit of turns, observation tokens or time has cut it
-
-    def add_metrics(self, measured: Mapping[str, float]) -> None:
-        """Adds the metrics of a turn."""
-        # The sums are float32 as in a checkpoint, so that a resumed run computes the same sums.
-        sums = {name: self.metric_sums.get(name, np.float32(0)) + np.float32(value) for name, value in measured.items()}
-        self.metric_sums.update(sums)
-
-
 class EnvironmentBatch:
-    """The environments of a batch's episodes, as engines use them (`rollout.protocol.Environments`)."""
+    """The environments of a batch's episodes, as engines use them (`rollout.protocol.EpisodeEnvironments`)."""
 
     def __init__(self, pool: EnvironmentPool, episodes: list[Episode], group_size: int):
         self._pool, self._episodes, self._group_size = pool, episodes, group_size
@@ -225,14 +229,29 @@ class EnvironmentBatch:
         episodes = [self._episodes[i] for b in groups for i in range(b * self._group_size, (b + 1) * self._group_size)]
         return EnvironmentBatch(self._pool, episodes, self._group_size) if episodes else None
 
+    def finish(self, has_ended: np.ndarray | None = None) -> None:
+        """Adds the last metrics of episodes, for example a reward, and lets their environments free what they hold.
+
+        has_ended: [B, G] True for the episodes to finish, None for all. An episode is finished once.
+        """
+        flags = np.ones(len(self._episodes), bool) if has_ended is None else has_ended.ravel()
+        pairs = zip(self._episodes, flags, strict=True)
+        due = [episode for episode, flag in pairs if flag and not episode.is_finished]
+        list(self._pool.threads.map(lambda episode: episode.finish(self._pool.time_limit), due))
+
     def replay(
-        self, turns: Sequence[list[list[int]]], metrics: Mapping[str, np.ndarray], truncated: np.ndarray
+        self,
+        turns: Sequence[list[list[int]]],
+        metrics: Mapping[str, np.ndarray],
+        truncated: np.ndarray,
+        has_ended: np.ndarray,
     ) -> None:
         """Gives new environments the earlier turns of their episodes, because a checkpoint holds no environment.
 
-        The episodes keep the observations and measurements of the earlier process. metrics: {name: [B, G]}; truncated:
-        [B, G].
+        The episodes keep the observations and measurements of the earlier process. metrics: {name: [B, G]}; truncated
+        and has_ended: [B, G].
         """
+        self.finish(has_ended)  # the earlier process has measured these episodes
         pairs = zip(self._episodes, turns, strict=True)
         jobs = [self._pool.threads.submit(self._replay, episode, answered) for episode, answered in pairs if answered]
         for future in jobs:
@@ -246,7 +265,7 @@ class EnvironmentBatch:
             episode.was_cut = bool(truncated.flat[i])
 
     def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
-        if any(self._step(episode, self._text(turn)).done for turn in turns):
+        if any(self._step(episode, turn).done for turn in turns):
             warnings.warn(
                 "an environment has ended an episode at a turn after which the episode continued before the run was "
                 "resumed: its later answers may differ from those of a run without the stop",
@@ -277,7 +296,7 @@ class EnvironmentBatch:
 
     def _answer(self, episode: Episode, turn: list[int]) -> list[int] | None:
         start = time.perf_counter()
-        reply = self._step(episode, self._text(turn))
+        reply = self._step(episode, turn)
         # A turn without an error counts 0 errors, so that the metric always exists.
         episode.add_metrics({"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - start})
         if reply.done:
@@ -289,7 +308,7 @@ class EnvironmentBatch:
             return self._encode_reply(episode, reply.observation, turn)
         except Exception as error:
             # A chat template may raise any error, even if it has accepted the results of `check`.
-            _warn(error)
+            warn_of(error)
             episode.add_metrics({"errors": 1.0})
             episode.was_cut = True
             return None
@@ -304,40 +323,27 @@ class EnvironmentBatch:
             return ids[: self._pool.observation_tokens]
         return self._pool.shorten_results(observation, episode.row, turn)
 
-    def _step(self, episode: Episode, text: str) -> Reply:
+    def _step(self, episode: Episode, turn: list[int]) -> Reply:
         """Returns the reply of an environment. An error or a time-out becomes a reply, and never ends the run."""
+        pool, text = self._pool, self._text(turn)
+        if pool.has_tools:
+            text = pool.messages.read_turn(turn, formats.template_args(episode.row))
 
         def step() -> Reply:
             try:
                 return checked(episode.environment.step(text))
             except (Exception, SystemExit) as error:
-                _warn(error)
+                warn_of(error)
                 reason = summarize_error(error)
                 # An environment with tools answers by chat messages, and any other environment by text.
-                observation = (f"error: {reason}",) if self._pool.schemas else FAILURE_OBSERVATION.format(reason)
+                observation = (f"error: {reason}",) if self._pool.has_tools else FAILURE_OBSERVATION.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})
 
         try:
+            if episode.is_late:
+                raise TimeoutError
             return self._pool.time_limit.call(step)
         except TimeoutError:
             # The environment may still run the step, so it must not get another one.
-            episode.was_cut = True
+            episode.was_cut = episode.is_late = True
             return Reply(done=True, metrics={"errors": 1.0})
-
-
-def reset_environment(environment: Environment, row: dict[str, Any]) -> None:
-    """Starts the episode of a row. Raises: UserError, if the environment does not accept the row."""
-    try:
-        environment.reset(row)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"config.env: {type(environment).__name__}.reset does not accept a row ({formats.columns_text(row)}): "
-            f"{describe(error)}; fix the data or the environment"
-        ) from error
-
-
-def _warn(error: BaseException) -> None:
-    """Warns the user of an environment's error, which the policy reads too. Python shows equal warnings once."""
-    warnings.warn(f"an environment failed: {describe(error)}; episode/errors counts it", stacklevel=2)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.in_flight import InFlightGroups
-from jaxrl_llm.rollout.protocol import Environments
+from jaxrl_llm.rollout.protocol import EpisodeEnvironments
 from jaxrl_llm.structs import Rollouts
 
 # States of a completion: the policy writes a turn, the environment has not answered yet, or the completion is over.
@@ -120,7 +120,7 @@ class Episodes:
         self.truncated[numbers] = ~stopped
         self.states[numbers[stopped | (self.lengths[numbers] >= self.max_tokens[numbers])]] = ENDED
 
-    def end_turns(self, numbers: np.ndarray, environments: Environments, stop_ids: tuple[int, ...]) -> None:
+    def end_turns(self, numbers: np.ndarray, environments: EpisodeEnvironments, stop_ids: tuple[int, ...]) -> None:
         """Sends the turns that are over to their environments, and drops the tokens after the end of a turn.
 
         numbers: numbers of the completions that have new tokens.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait 
     from jaxrl_llm.models.decoder import Decoder
 
 
-class Environments(Protocol):
+class EpisodeEnvironments(Protocol):
     """The environments of a batch's episodes, for token ids. Episode b * G + g is completion g of prompt b."""
 
     turn_tokens: int  # most tokens of a turn
@@ -57,7 +57,7 @@ class Engine(Protocol):
         *,
         group_size: int,
         sampling: Sampling,
-        environments: Environments | None = None,
+        environments: EpisodeEnvironments | None = None,
         max_tokens: np.ndarray | None = None,
         report_ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:

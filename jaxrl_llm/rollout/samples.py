@@ -128,7 +128,10 @@ class CompletionTask:
         rollouts = engine.sample(
             prompts, key, group_size=group_size, sampling=sampling, environments=batch, report_ended=report_ended
         )
-        return _with_episode_metrics(rollouts, batch, channel) if batch else rollouts
+        if not batch:
+            return rollouts
+        batch.finish()
+        return _with_episode_metrics(rollouts, batch, channel)
 
     def start_groups(self, prompts: Prompts, group_size: int, length: int) -> InFlightGroups:
         """Returns new groups with open environments and room for `length` tokens in each completion."""
@@ -143,7 +146,7 @@ class CompletionTask:
             return in_flight
         rollouts, turns = in_flight.rollouts, in_flight.answered_turns()
         batch = self.environments.start_batch(in_flight.prompts.rows, in_flight.has_ended.shape[1])
-        batch.replay(turns, rollouts.episodes, rollouts.truncated)
+        batch.replay(turns, rollouts.episodes, rollouts.truncated, in_flight.has_ended)
         return in_flight._replace(environments=batch)
 
     def sample_first(
@@ -165,6 +168,7 @@ class CompletionTask:
         )
         if not (batch := in_flight.environments):
             return first
+        batch.finish(first.in_flight.has_ended)
         rollouts = _with_episode_metrics(first.in_flight.rollouts, batch, channel)
         # Every episode gets every metric now, as it does after a resume.
         batch.restore_measurements(rollouts.episodes, rollouts.truncated)

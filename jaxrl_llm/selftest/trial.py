@@ -115,6 +115,7 @@ class Trial:
         rollouts = self.engine.sample(
             self.prompts, key, group_size=MAX_GROUP, sampling=self.parts.learning.sampling, environments=recorder
         )
+        recorder.finish()
         return replace(rollouts, episodes=recorder.metrics()), recorder.dialogs()
 
     @property

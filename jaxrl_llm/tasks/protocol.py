@@ -24,7 +24,13 @@ class OwnError(Exception):
 
 
 class Environment(Protocol):
-    """Environment of one episode. A config names its class, and sets the arguments of its constructor."""
+    """Environment of one episode. A config names its class, and sets the arguments of its constructor.
+
+    A class may have three more members, which `rollout.environments` looks for:
+    `schemas`, the JSON schemas of its tools, for the chat template;
+    `prepare_row(row) -> row`, which adds a text to the prompt of a row or a column with tools, when rows are loaded;
+    `finish() -> metrics`, which is called once after an episode, also after one that a limit has cut.
+    """
 
     stops: tuple[str, ...]  # strings that end a turn, in addition to the model's stop tokens
 

@@ -1,14 +1,15 @@
-"""Functions as tools, in the form that Qwen2.5, Qwen3 and Hermes models know.
+"""Functions as tools.
 
-The chat template describes the functions in the prompt. The policy writes
-`<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>`, and the template puts the results
-into messages of the role "tool". A turn ends with the model's own stop token.
+The chat template describes the functions in the prompt. The policy writes a call in the form of its template, which
+`rollout.call_forms` rewrites as `<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>`. The
+template puts the results into messages of the role "tool". A turn ends with the model's own stop token.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -42,44 +43,60 @@ class Tools:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """Descriptions of the functions for the chat template. Raises: UserError, for an incomplete docstring."""
-        from transformers.utils.chat_template_utils import get_json_schema
-
-        try:
-            return [get_json_schema(function) for function in self._functions.values()]
-        except Exception as error:
-            raise UserError(
-                f"config.env.functions: {describe(error)}; each argument needs a type, and a line under `Args:` in the "
-                "docstring"
-            ) from error
+        return schemas_of(self._functions.values(), "config.env.functions")
 
     def reset(self, row: dict[str, Any]) -> None:
         """Ignores the row."""
 
     def step(self, text: str) -> Reply:
         """Calls all functions of the turn, in order."""
-        # The search ends at the last closing tag, because opening tags after it would take quadratic time.
-        calls = CALL.findall(text, 0, text.rfind(CLOSED) + len(CLOSED))
-        if not calls:
-            return Reply(done=True)
-        metrics = {"calls": float(len(calls)), "invalid": 0.0, "errors": 0.0, "own_errors": 0.0}
-        return Reply(tuple(self._answer(call, metrics) for call in calls), metrics=metrics)
+        return answer_calls(text, self._functions)
 
-    def _answer(self, call: str, metrics: dict[str, float]) -> str:
-        """Returns the result of a call, or its error, as text for the policy. Counts errors in `metrics`."""
-        try:
-            request = json.loads(call)
-            function, arguments = self._functions[request["name"]], request.get("arguments", {})
-            if not isinstance(arguments, dict):
-                raise TypeError("the arguments are no object")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            metrics["invalid"] += 1
-            return f"error: this is no call of {', '.join(self._functions)}: {summarize_error(error)}"
-        try:
-            result = function(**arguments)
-            return result if isinstance(result, str) else json.dumps(result, default=str)
-        except Exception as error:  # a tool may raise any error
-            metrics["own_errors" if isinstance(error, OwnError) else "errors"] += 1
-            return f"error: {summarize_error(error)}"
+
+def schemas_of(functions: Iterable[Callable[..., Any]], field: str) -> list[dict[str, Any]]:
+    """Returns the JSON schemas of functions, from their types and docstrings, for the chat template.
+
+    field: config field with the functions. Raises: UserError, for an incomplete docstring.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        return [get_json_schema(function) for function in functions]
+    except Exception as error:
+        raise UserError(
+            f"{field}: {describe(error)}; each argument needs a type, and a line under `Args:` in the docstring"
+        ) from error
+
+
+def answer_calls(text: str, functions: Mapping[str, Callable[..., Any]]) -> Reply:
+    """Calls all functions that a turn names, in order. A turn without a call ends the episode.
+
+    functions: the functions that the policy may call, by the names in its calls.
+    """
+    # The search ends at the last closing tag, because opening tags after it would take quadratic time.
+    calls = CALL.findall(text, 0, text.rfind(CLOSED) + len(CLOSED))
+    if not calls:
+        return Reply(done=True)
+    metrics = {"calls": float(len(calls)), "invalid": 0.0, "errors": 0.0, "own_errors": 0.0}
+    return Reply(tuple(_answer(call, functions, metrics) for call in calls), metrics=metrics)
+
+
+def _answer(call: str, functions: Mapping[str, Callable[..., Any]], metrics: dict[str, float]) -> str:
+    """Returns the result of a call, or its error, as text for the policy. Counts errors in `metrics`."""
+    try:
+        request = json.loads(call)
+        function, arguments = functions[request["name"]], request.get("arguments", {})
+        if not isinstance(arguments, dict):
+            raise TypeError("the arguments are no object")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        metrics["invalid"] += 1
+        return f"error: this is no call of {', '.join(functions)}: {summarize_error(error)}"
+    try:
+        result = function(**arguments)
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+    except Exception as error:  # a tool may raise any error
+        metrics["own_errors" if isinstance(error, OwnError) else "errors"] += 1
+        return f"error: {summarize_error(error)}"
 
 
 def calculate(expression: str) -> str:

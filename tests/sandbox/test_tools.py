@@ -124,7 +124,8 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}"
     "{% if loop.previtem['role'] != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n{{ m['content'] }}\n"
     "</tool_response>{% if loop.last or loop.nextitem['role'] != 'tool' %}<|im_end|>\n{% endif %}"
-    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% for call in m['tool_calls'] or () %}"
+    "<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.jax.programs import GroupSampling
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
-from jaxrl_llm.rollout.protocol import Environments
+from jaxrl_llm.rollout.protocol import EpisodeEnvironments
 from jaxrl_llm.rollout.weights import WeightCopier, sampling_decoder
 from jaxrl_llm.structs import Prompts, PromptSizes, PyTree, Rollouts
 
@@ -110,7 +110,7 @@ class Sampler:
         *,
         group_size: int,
         sampling: Sampling,
-        environments: Environments | None = None,
+        environments: EpisodeEnvironments | None = None,
         max_tokens: np.ndarray | None = None,
         report_ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
@@ -170,7 +170,7 @@ class Sampler:
         group_sampling: GroupSampling,
         episodes: Episodes,
         *,
-        environments: Environments | None = None,
+        environments: EpisodeEnvironments | None = None,
         wanted_groups: int = 0,
         required_groups: Sequence[int] = (),
         report_ended: Callable[[int], None] = lambda count: None,

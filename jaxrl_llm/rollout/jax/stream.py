@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.jax.layout import (
 from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, ObservationChunks, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, least_loaded
 from jaxrl_llm.rollout.jax.sizes import CHUNK_TOKENS, ROUND_TOKENS, StreamSizes
-from jaxrl_llm.rollout.protocol import Environments
+from jaxrl_llm.rollout.protocol import EpisodeEnvironments
 from jaxrl_llm.structs import AnyArray, Prompts
 
 # Seconds to wait for further answers of tools after the first, because a round for one answer costs as much as for all.
@@ -68,7 +68,7 @@ class Stream:
     draws: Draws
     stop_ids: tuple[int, ...]
     pad_id: int
-    environments: Environments | None = None  # None if completions have a single turn
+    environments: EpisodeEnvironments | None = None  # None if completions have a single turn
     # Number of complete groups with which the call ends. 0 = all groups; then no group started in an earlier call.
     wanted_groups: int = 0
     required_groups: list[int] = field(default_factory=list)  # numbers of the groups that `wanted_groups` must include

@@ -24,7 +24,7 @@ from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import names
 from jaxrl_llm.rollout.episodes import IN_TURN, Episodes
-from jaxrl_llm.rollout.protocol import EngineInputs, Environments
+from jaxrl_llm.rollout.protocol import EngineInputs, EpisodeEnvironments
 from jaxrl_llm.rollout.vllm import connection, weights
 from jaxrl_llm.rollout.vllm.address import FOLDER
 from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading_answer
@@ -157,7 +157,7 @@ class VllmEngine:
         *,
         group_size: int,
         sampling: Sampling,
-        environments: Environments | None = None,
+        environments: EpisodeEnvironments | None = None,
         max_tokens: np.ndarray | None = None,
         report_ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
@@ -228,7 +228,7 @@ class VllmEngine:
         *,
         group_size: int,
         sampling: Sampling,
-        environments: Environments,
+        environments: EpisodeEnvironments,
         report_ended: Callable[[int], None],
     ) -> Rollouts:
         # Each turn is a request with all earlier tokens. The server finds their keys and values in its prefix cache.
