@@ -18,10 +18,10 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import encoding
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.jax.open_stream import MAX_NUMBER, NewTokens, OpenSequence
+from jaxrl_llm.rollout.serving.bodies import ChatBody, Drawing
+from jaxrl_llm.rollout.serving.choices import ServedChoice
+from jaxrl_llm.rollout.serving.engine_thread import FAILED, EngineThread, QueueFull
 from jaxrl_llm.rollout.traces import Trace, TraceCall
-from jaxrl_llm.tools.serve.bodies import ChatBody, Drawing
-from jaxrl_llm.tools.serve.choices import ServedChoice
-from jaxrl_llm.tools.serve.engine_thread import FAILED, EngineThread, QueueFull
 
 LOWEST_TEMPERATURE = 1e-4  # lower temperatures above 0 overflow
 MAX_TRACE_TOKENS = 2**22  # most prompt and completion tokens of a session

@@ -16,11 +16,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from jaxrl_llm import __version__
-from jaxrl_llm.tools.serve.answers import TextAnswer
-from jaxrl_llm.tools.serve.bodies import REASONS, ChatBody, CompletionBody, GenerateBody
-from jaxrl_llm.tools.serve.choices import ServedChoice
-from jaxrl_llm.tools.serve.gate import MAX_BODY_BYTES, Gate, error_response, watched
-from jaxrl_llm.tools.serve.service import RequestError, Service
+from jaxrl_llm.rollout.serving.answers import TextAnswer
+from jaxrl_llm.rollout.serving.bodies import REASONS, ChatBody, CompletionBody, GenerateBody
+from jaxrl_llm.rollout.serving.choices import ServedChoice
+from jaxrl_llm.rollout.serving.gate import MAX_BODY_BYTES, Gate, error_response, watched
+from jaxrl_llm.rollout.serving.service import RequestError, Service
 
 # Statuses of errors, for the OpenAPI schema.
 STATUSES: dict[int | str, dict[str, Any]] = {
