@@ -185,6 +185,29 @@ Collate: TypeAlias = Callable[[Any], Prompts]  # indices of rows in the data set
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Tree:
+    """How the tokens of a completion follow each other if they are a tree: several branches share their beginnings.
+
+    A completion lists the nodes of its tree depth first, each token once. A token sees the prompt and the tokens on the
+    path to it. Its position is the number of prompt tokens plus its depth.
+    """
+
+    previous: (
+        AnyArray  # [B, G, C] int32, index of the token before each token, in its completion; -1: end of the prompt
+    )
+    ends: AnyArray  # [B, G, C] int32, token j is visible to the tokens i of its completion with j <= i < ends[j]
+    depths: AnyArray  # [B, G, C] int32, number of completion tokens before each token on its path
+
+    @classmethod
+    def chains(cls, mask: np.ndarray) -> Tree:
+        """Returns the trees, as NumPy arrays, of completions without branches. mask: True on real tokens [B, G, C]."""
+        index = np.broadcast_to(np.arange(mask.shape[-1], dtype=np.int32), mask.shape)
+        ends = np.where(mask, mask.sum(axis=-1, dtype=np.int32, keepdims=True), 0)
+        return cls(previous=index - 1, ends=ends, depths=index)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Rollouts:
     """Completions from an engine, with padding after the stop token."""
 
@@ -195,6 +218,7 @@ class Rollouts:
     truncated: AnyArray  # [B, G] bool, True if the completion or its episode reached a limit before it ended
     versions: AnyArray  # [B, G, C] int32, step after which the sampling weights were pushed
     episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} that the environment measured
+    tree: Tree | None = None  # None if each token of a completion follows the token before it
 
     def measured(self, names: Iterable[str]) -> Rollouts:
         """Returns a copy with exactly these episode metrics; a metric that is missing here becomes 0."""
@@ -235,6 +259,7 @@ class Batch:
     packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None if each completion is a row
     images: Images | None = None  # None if the model reads texts only
     smaller: SmallerSizes = field(default=(), metadata=dict(static=True))  # of `Prompts`
+    tree: Tree | None = None  # None if each token of a completion follows the token before it
 
     @property
     def prompt(self) -> Prompt:

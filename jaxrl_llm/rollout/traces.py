@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 
 class TraceCall(NamedTuple):
     """One completion that a session has sampled."""
@@ -54,6 +56,21 @@ class Branch(NamedTuple):
     versions: list[int]  # version of the weights of sampled tokens, -1 elsewhere
 
 
+class TreeTokens(NamedTuple):
+    """The tokens of a trace after its prompt, depth first, each once. All arrays are [n].
+
+    `previous`, `ends` and `depths` are those of `structs.Tree`.
+    """
+
+    tokens: np.ndarray  # int32
+    sampled: np.ndarray  # bool, True on tokens that a call sampled
+    logprobs: np.ndarray  # float32, log-probabilities of sampled tokens, 0 elsewhere
+    versions: np.ndarray  # int32, version of the weights of sampled tokens, -1 elsewhere
+    previous: np.ndarray  # int32
+    ends: np.ndarray  # int32
+    depths: np.ndarray  # int32
+
+
 class Trace:
     """All calls of a session. Its tree and branches do not depend on the order in which calls arrive."""
 
@@ -93,10 +110,11 @@ class Trace:
         return top.children
 
     def nodes(self) -> list[tuple[int, TraceNode]]:
-        """Returns (index of the parent, node) of all nodes, each after its parent, whose index is -1 for a root."""
-        nodes = [(-1, root) for root in self.roots()]
-        for i, (_, node) in enumerate(nodes):  # the list grows while it is read
-            nodes.extend((i, child) for child in node.children)
+        """Returns (index of the parent, node) of all nodes, depth first. The index is -1 for a root."""
+        nodes, stack = list[tuple[int, TraceNode]](), [(-1, root) for root in reversed(self.roots())]
+        while stack:
+            nodes.append(stack.pop())
+            stack += [(len(nodes) - 1, child) for child in reversed(nodes[-1][1].children)]
         return nodes
 
     def branches(self) -> list[Branch]:
@@ -114,6 +132,41 @@ class Trace:
                     trained.add(node)
                 branches.append(branch)
         return branches
+
+
+def tree_tokens(trace: Trace, prompt_tokens: int) -> TreeTokens:
+    """Returns the tokens of a trace without the first `prompt_tokens` tokens, which all its prompts must share."""
+    nodes = trace.nodes()
+    parents = np.array([parent for parent, _ in nodes], int)
+    counts = np.array([len(node.tokens) for _, node in nodes], int)
+    # If all prompts begin alike, one root holds their common beginning, and no call sampled it.
+    assert not prompt_tokens or (np.sum(parents < 0) == 1 and counts[0] >= prompt_tokens and not nodes[0][1].is_sampled)
+    stops = np.cumsum(counts)
+    starts, index = stops - counts, np.arange(counts.sum())
+    ends, first_depths = stops.copy(), np.zeros_like(stops)
+    for i, parent in enumerate(parents):
+        first_depths[i] = first_depths[parent] + counts[parent] if parent >= 0 else 0
+    # A token is visible until the last node below its own node ends.
+    for i in reversed(np.flatnonzero(parents >= 0)):
+        ends[parents[i]] = max(ends[parents[i]], ends[i])
+    previous, depths = index - 1, index - np.repeat(starts - first_depths, counts)
+    previous[starts] = np.where(parents >= 0, stops[parents] - 1, -1)
+
+    def by_token(values: list, dtype: type) -> np.ndarray:
+        return np.array([x for of_node in values for x in of_node], dtype)[prompt_tokens:]
+
+    def after_prompt(values: np.ndarray) -> np.ndarray:
+        return np.maximum(values[prompt_tokens:] - prompt_tokens, -1).astype(np.int32)
+
+    return TreeTokens(
+        tokens=by_token([node.tokens for _, node in nodes], np.int32),
+        sampled=by_token([[node.is_sampled] * len(node.tokens) for _, node in nodes], np.bool_),
+        logprobs=by_token([node.logprobs or [0.0] * len(node.tokens) for _, node in nodes], np.float32),
+        versions=by_token([node.versions or [-1] * len(node.tokens) for _, node in nodes], np.int32),
+        previous=after_prompt(previous),
+        ends=after_prompt(np.repeat(ends, counts)),
+        depths=after_prompt(depths),
+    )
 
 
 def _order(call: TraceCall) -> tuple:

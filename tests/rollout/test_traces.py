@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from jaxrl_llm.rollout.traces import Trace, TraceCall
+import numpy as np
+
+from jaxrl_llm.rollout.traces import Trace, TraceCall, tree_tokens
 
 
 def random_calls(rng: random.Random) -> list[TraceCall]:
@@ -88,3 +90,28 @@ def test_two_completions_of_one_prompt_are_two_branches_and_no_restart():
     calls = [TraceCall((1, 2), (3, token), (-0.1, -0.2), (0, 0)) for token in (4, 4, 5)]
     assert [trace.add(call) for call in calls] == [False] * 3
     assert (len(trace.branches()), trace.restarts, trained(trace)) == (3, 0, sampled(calls))
+
+
+def test_a_tree_has_each_sampled_token_once_and_each_token_sees_its_path():
+    branched = 0
+    for seed in range(1000):
+        rng = random.Random(seed)
+        shared = tuple(rng.randrange(3) for _ in range(rng.randint(0, 4)))
+        calls = [call._replace(prompt=shared + call.prompt) for call in random_calls(rng)]
+        tree = tree_tokens(build(calls), len(shared))
+        shuffled = tree_tokens(build(rng.sample(calls, len(calls))), len(shared))
+        for one, other in zip(tree, shuffled, strict=True):
+            np.testing.assert_array_equal(one, other)
+        index = np.arange(len(tree.tokens))
+        visible = (index <= index[:, None]) & (index[:, None] < tree.ends)
+        texts = [(*shared, *tree.tokens[visible[i]].tolist()) for i in index]
+        found = Counter((texts[i], tree.logprobs[i], int(tree.versions[i])) for i in index if tree.sampled[i])
+        assert found == Counter((text, np.float32(x), version) for text, x, version in sampled(calls).elements())
+        # No program computes a token twice that no call sampled and that follows the same text.
+        assert len({texts[i] for i in index if not tree.sampled[i]}) == (~tree.sampled).sum()
+        for i, before in enumerate(tree.previous):
+            earlier = visible[i] & (index < i)
+            np.testing.assert_array_equal(earlier, visible[before] if before >= 0 else False)
+            assert (earlier.sum(), before) == (tree.depths[i], max(np.flatnonzero(earlier), default=-1))
+        branched += bool((tree.previous != index - 1).any())
+    assert 200 < branched < 900
