@@ -51,6 +51,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, WeightLease
+from jaxrl_llm.rollout.agents.pool import AgentPool
 from jaxrl_llm.rollout.environments import EnvironmentPool, EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
@@ -191,7 +192,10 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
     dataset = data.load(recipe.data, tokenizer, tools, images)
     sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images)
-    functions, episodes = recipe.reward.functions, environments is not None
+    functions, episodes = recipe.reward.functions, recipe.env is not None
+    if recipe.rl and recipe.rl.agents:
+        fit.check_agents(recipe.rl, dataset)
+        dataset = replace(dataset, width=recipe.data.max_prompt_tokens)  # because agents write longer prompts
     dataset, sets = columns.check_all(recipe.data, recipe.eval_sets, functions, dataset, sets, episodes=episodes)
     if environments:
         environments.check(data.all_rows(dataset, *sets.values()))
@@ -202,6 +206,10 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.sizes.images is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
+    agents = None
+    if recipe.rl and recipe.rl.agents:
+        agents = make_agents(recipe.rl, tokenizer, stop_ids, model)
+        work_directory.resources.enter_context(closing(agents))
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
     # A new run loads its parameters here, so that wrong files are found before anything is written. A resumed run
     # restores its parameters instead. Only process 0 looks for the checkpoint folder, because NFS caches a failed
@@ -214,6 +222,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         dataset=dataset,
         held_out=sets,
         environments=environments,
+        agents=agents,
         tools=tools,
         stop_ids=stop_ids,
         shape_cache=work_directory.resources.enter_context(closing(ShapeCache())),
@@ -224,6 +233,21 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.input_hashes.items()}
     agreement.check_alike({}, file_hashes)
     return inputs
+
+
+def make_agents(recipe: Recipe, tokenizer: Any, stop_ids: tuple[int, ...], model: Decoder) -> AgentPool:
+    """Makes the agents of a run, whose server starts with the first batch."""
+    assert recipe.agents
+    return AgentPool(
+        settings=recipe.agents,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        vocab_size=model.cfg.vocab_size,
+        sampling=recipe.rollout.sampling,
+        prompt_tokens=recipe.data.max_prompt_tokens,
+        completion_tokens=recipe.rollout.max_completion_tokens,
+        rows=sequence_limit(recipe.chosen_engine.max_sequences, recipe.agents.workers),
+    )
 
 
 def make_run(
@@ -466,7 +490,7 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ca
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
-    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
+    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments, inputs.agents)
     length = recipe.rollout.max_completion_tokens
     source = SampleSource(
         sampling_plan=recipe.sampling_plan,
@@ -566,7 +590,8 @@ def make_evaluation(
     The function returns the metrics of all sets that have a reward function.
     """
     timeout = recipe.reward.timeout
-    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, work_directory.resources)
+    episodes = inputs.environments, inputs.agents
+    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, *episodes, timeout, work_directory.resources)
     # A problem has one greedy completion, so a judge gets about as many completions as in a training step.
     max_problems = recipe.sizes.sequences_per_step
     settings = dict(max_problems=max_problems, mesh=inputs.models.mesh, seed=recipe.seed)

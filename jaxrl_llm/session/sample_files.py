@@ -146,6 +146,7 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
         completion_mask=mask,
         truncated=arrays["truncated"],
         episodes=table("episodes/"),
+        tree=None,
     )
     rewards = Rewards(channels=table("channels/"), **table("rewards/"))
     measured = [note["reward_metrics"] for note in notes]

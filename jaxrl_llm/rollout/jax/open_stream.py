@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from jaxrl_llm.rollout.episodes import ENDED
@@ -67,6 +68,7 @@ class OpenStream(Stream):
     programs: CallPrograms  # pyright: ignore[reportIncompatibleVariableOverride]
     arrivals: Arrivals
     version: int  # version of the weights
+    device: Any = None  # device for arrays outside of the mesh; None = JAX's default device
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +82,10 @@ class OpenStream(Stream):
 
     def run(self) -> None:
         """Samples until `arrivals` ends the stream."""
+        with jax.default_device(self.device):
+            self._run()
+
+    def _run(self) -> None:
         cache = self.programs.empty_cache()
         while True:
             arrived = self.arrivals.take(len(self._free_rows), wait=not self.running)

@@ -16,7 +16,7 @@ class QueueFull(Exception):
 
 
 class EngineThread:
-    """Runs an open stream. Only this thread starts programs of the engine."""
+    """Runs an open stream in a thread of its own or in the caller's. Only this thread starts programs of the engine."""
 
     def __init__(self, most_waiting: int):
         """most_waiting: most sequences that wait for a row."""
@@ -47,11 +47,25 @@ class EngineThread:
         if self.error:
             raise self.error
 
-    def close(self) -> None:
-        """Ends the thread after its current round."""
+    def run(self, stream: OpenStream) -> None:
+        """Runs a stream whose arrivals are this object in the caller's thread, until `end`.
+
+        Raises: the error of the engine.
+        """
+        self._stream = stream
+        self._run(stream)
+        if self.error:
+            raise self.error
+
+    def end(self) -> None:
+        """Ends the stream after its current round."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Ends the stream and the thread that `start` has started."""
+        self.end()
         self._thread.join()
 
     @property
