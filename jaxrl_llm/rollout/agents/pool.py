@@ -123,9 +123,12 @@ class AgentPool:
         self._service.begin_batch(queue, temperature)
         remaining, threads_ended, failures = iter(episodes), count(1), list[BaseException]()
         threads = min(self.settings.workers, len(episodes))
+        # The first batch compiles the programs, which must not count toward the time limits of its episodes.
+        is_ready = queue.start_warm_up(self.tokenizer.pad_token_id)
 
         def work() -> None:
             try:
+                is_ready.wait()
                 for episode in remaining:  # all threads share the iterator, so each episode runs once
                     if stopped.is_set():
                         break

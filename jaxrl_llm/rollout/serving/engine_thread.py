@@ -35,7 +35,13 @@ class EngineThread:
         self._thread.start()
 
     def warm_up(self, token: int) -> None:
-        """Samples two tokens after `token`, so that all programs are compiled. Raises: the error of the engine."""
+        """Waits until all programs are compiled. Raises: the error of the engine."""
+        self.start_warm_up(token).wait()
+        if self.error:
+            raise self.error
+
+    def start_warm_up(self, token: int) -> threading.Event:
+        """Orders two tokens after `token`, which need all programs. The event is set when they have been sampled."""
         ended = threading.Event()
 
         def report(new: NewTokens) -> None:
@@ -43,9 +49,7 @@ class EngineThread:
                 ended.set()
 
         self.submit([OpenSequence(prompt=[token], number=MAX_NUMBER, max_tokens=2, report=report)])
-        ended.wait()
-        if self.error:
-            raise self.error
+        return ended
 
     def run(self, stream: OpenStream) -> None:
         """Runs a stream whose arrivals are this object in the caller's thread, until `end`.
