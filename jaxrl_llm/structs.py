@@ -192,9 +192,7 @@ class Tree:
     path to it. Its position is the number of prompt tokens plus its depth.
     """
 
-    previous: (
-        AnyArray  # [B, G, C] int32, index of the token before each token, in its completion; -1: end of the prompt
-    )
+    previous: AnyArray  # [B, G, C] int32, index in its completion of the token before each token; -1: the prompt's end
     ends: AnyArray  # [B, G, C] int32, token j is visible to the tokens i of its completion with j <= i < ends[j]
     depths: AnyArray  # [B, G, C] int32, number of completion tokens before each token on its path
 

@@ -16,7 +16,7 @@ from jaxrl_llm.learner import head, microbatches
 from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.models.decoder import Decoder, last_state
+from jaxrl_llm.models.decoder import Decoder, PackedRows, last_state
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.structs import Array, Batch, PyTree
 
@@ -49,12 +49,12 @@ def score_packed_rows(
         index = batch.packed_index.reshape(b, -1, batch.packed_index.shape[-1])
     parts = min(model.cfg.row_parts, index.shape[1])
 
-    def values_of_rows(first: Array, hidden: Array, rows: tuple[Array, Array, Array]) -> PyTree:
-        return per_token(hidden if state_after else _states_before(first, hidden, rows[1]), rows[0])
+    def values_of_rows(first: Array, hidden: Array, rows: PackedRows) -> PyTree:
+        return per_token(hidden if state_after else _states_before(first, hidden, rows), rows.tokens)
 
     if parts == 1:
         rows, collect = _packed_rows(batch, index), partial(_sum_load, _to_rows(batch.loss_mask, index))
-        prompt_hidden, hidden, load = model.forward(params, batch.prompt, *rows, collect)
+        prompt_hidden, hidden, load = model.forward(params, batch.prompt, rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
         return _to_completions(values_of_rows(first, hidden, rows), index, batch), load
     prompt_hidden, prefix = model.prefill(params, batch.prompt)
@@ -64,7 +64,7 @@ def score_packed_rows(
     def part(index: Array) -> tuple[PyTree, ExpertLoad | None]:
         rows, collect = _packed_rows(batch, index), partial(_sum_load, _to_rows(batch.loss_mask, index))
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
-        hidden, load = model.extend(params, shared, batch.prompt, *rows, collect)
+        hidden, load = model.extend(params, shared, batch.prompt, rows, collect)
         return values_of_rows(first, hidden, rows), load
 
     size = -(-index.shape[1] // parts)
@@ -75,11 +75,17 @@ def score_packed_rows(
     return _to_completions(scored, index, batch), jax.tree.map(partial(jnp.sum, axis=0), loads)
 
 
-def _packed_rows(batch: Batch, index: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns tokens, positions and segment_ids [B, N, T] of packed rows. index [B, N, T]: rows of packed_index."""
-    c = batch.completions.shape[2]
+def _packed_rows(batch: Batch, index: Array) -> PackedRows:
+    """Returns the completions of a batch in rows. index [B, N, T]: rows of packed_index."""
+    c, width = batch.completions.shape[2], index.shape[2]
     segment_ids = jnp.where(_to_rows(batch.completion_mask, index), index // c + 1, 0)
-    return _to_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids
+    rows = PackedRows(_to_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids)
+    if batch.tree is None:
+        return rows
+    first_place = jnp.arange(width)[None, None] - rows.positions  # place of each token's completion
+    depths, previous, ends = (_to_rows(x, index) for x in (batch.tree.depths, batch.tree.previous, batch.tree.ends))
+    previous, ends = jnp.maximum(first_place + previous, 0), jnp.where(index < 0, width, first_place + ends)
+    return rows._replace(positions=depths, previous=previous, ends=ends)
 
 
 def _to_rows(values: Array, index: Array) -> jax.Array:
@@ -99,16 +105,20 @@ def _sum_load(trained: Array, routing: Routing) -> ExpertLoad:
     return ExpertLoad(tokens, choices, jnp.sum(probabilities, axis=0), jax.lax.stop_gradient(entropy))
 
 
-def _states_before(first: Array, hidden: Array, positions: Array) -> jax.Array:
+def _states_before(first: Array, hidden: Array, rows: PackedRows) -> jax.Array:
     """Returns the hidden state [B, N, T, D] before each token of packed rows, which predicts the token.
 
     first [B, D]: last state of each prompt, which predicts token 0. hidden [B, N, T, D]: states after the tokens. Only
     this function of the package shifts by one.
     """
-    shifted = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
+    if rows.previous is None:
+        shifted = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
+    else:
+        # The states pass through float32, because the gradient of a state is a sum over the tokens that follow it.
+        shifted = jnp.take_along_axis(hidden.astype(jnp.float32), rows.previous[..., None], axis=2)
     # `first` passes through float32, because its gradient is a sum over the group.
     first = first[:, None, None].astype(jnp.float32)
-    return jnp.where((positions == 0)[..., None], first, shifted.astype(jnp.float32)).astype(hidden.dtype)
+    return jnp.where((rows.positions == 0)[..., None], first, shifted.astype(jnp.float32)).astype(hidden.dtype)
 
 
 def _to_completions(values: PyTree, index: Array, batch: Batch) -> PyTree:

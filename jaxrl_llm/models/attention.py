@@ -108,6 +108,17 @@ def causal_mask(segment_ids: Array, window: int = 0, last_visible: Array | None 
     return visible & (segment_ids[..., :, None] == segment_ids[..., None, :])
 
 
+def tree_mask(segment_ids: Array, ends: Array, positions: Array, window: int = 0) -> jax.Array:
+    """Returns a mask [B, N, T, T]: a token of a row sees itself and the tokens on the path to it.
+
+    segment_ids [B, N, T]: number of each token's completion. ends [B, N, T]: place in the row after the last token that
+    sees each token. positions [B, N, T]: position of each token on its path. window: number of tokens that a token
+    sees, itself included; 0 = unlimited.
+    """
+    visible = causal_mask(segment_ids) & (jnp.arange(ends.shape[-1])[None, None, :, None] < ends[..., None, :])
+    return visible & (positions[..., :, None] - positions[..., None, :] < window) if window else visible
+
+
 def prompt_visibility(mask: Array, positions: Array | None = None, window: int = 0) -> jax.Array:
     """Returns a mask [B, N, T, P]: the prompt tokens that each token of a row sees; [B, 1, 1, P] without a window.
 

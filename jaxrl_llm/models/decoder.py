@@ -30,6 +30,7 @@ from jaxrl_llm.models.attention import (
     prompt_visibility,
     soft_capped,
     token_major,
+    tree_mask,
 )
 from jaxrl_llm.models.blocks import Block, EmbedAndHead, Linear
 from jaxrl_llm.models.config import DecoderConfig
@@ -52,6 +53,19 @@ def last_state(hidden: Array, mask: Array) -> jax.Array:
     # argmax returns the first True of the reversed mask, which is the last real token.
     last_index = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     return jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)[:, 0]
+
+
+class PackedRows(NamedTuple):
+    """The completions that a model reads, one or several in a row: [B, N, T]. Each lies contiguously in its row.
+
+    If completions are trees, `previous` and `ends` say how their tokens follow each other, in places of the row.
+    """
+
+    tokens: Array  # int32
+    positions: Array  # number of completion tokens before each token
+    segment_ids: Array  # number of the completion that each token belongs to, 0 for padding
+    previous: Array | None = None  # place of the token before each token whose position is above 0; None for chains
+    ends: Array | None = None  # place after the last token that sees each token; None for chains
 
 
 class PerLayerKind(NamedTuple):
@@ -171,20 +185,13 @@ class Decoder:
         return self._embed_and_head(params).norm(x)[:, 0], prompt_cache
 
     def forward(
-        self,
-        params: PyTree,
-        prompt: Prompt,
-        tokens: Array,
-        positions: Array,
-        segment_ids: Array,
-        collect: RoutingCollector | None = None,
+        self, params: PyTree, prompt: Prompt, rows: PackedRows, collect: RoutingCollector | None = None
     ) -> tuple[jax.Array, jax.Array, PyTree]:
         """Runs prompts [B, P] and their completion rows [B, N, T] in one pass.
 
-        tokens: token ids of the rows [B, N, T]. positions [B, N, T]: index of each token in its completion.
-        segment_ids [B, N, T]: number of the completion that each token belongs to. Each matrix product covers the
-        tokens of prompts and rows together. Returns hidden states of prompts [B, P, D] and of rows [B, N, T, D], and
-        the results of `collect` for the routing of the rows, with a leading axis of layers; None without experts.
+        Each matrix product covers the tokens of prompts and rows together. Returns hidden states of prompts [B, P, D]
+        and of rows [B, N, T, D], and the results of `collect` for the routing of the rows, with a leading axis of
+        layers; None without experts.
         """
         prompt_length = prompt.tokens.shape[1]
 
@@ -194,15 +201,15 @@ class Decoder:
             return jnp.concatenate([x_prompts, x_rows], axis=2)
 
         def split(x: Array) -> tuple[jax.Array, jax.Array]:
-            return x[:, :, :prompt_length], x[:, :, prompt_length:].reshape(*tokens.shape, *x.shape[3:])
+            return x[:, :, :prompt_length], x[:, :, prompt_length:].reshape(*rows.tokens.shape, *x.shape[3:])
 
         # A completion continues at the number of real tokens of its prompt, because padding has no position.
-        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
-        angles = self._angles(join(*_rotary_positions(prompt, positions, after_prompt)))
+        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + rows.positions
+        angles = self._angles(join(*_rotary_positions(prompt, rows.positions, after_prompt)))
         attend_prompts = self._attend_packed(
             prompt.mask[:, None].astype(jnp.int32), last_visible=self._last_visible(prompt)
         )
-        attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
+        attend_packed = self._attend_packed(rows.segment_ids, prompt.mask, after_prompt, ends=rows.ends)
 
         def layer(x: Array, is_local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
             block = self._block(params_l)
@@ -214,7 +221,7 @@ class Decoder:
             x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_rows)))
             return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
-        x = self._embed(params, join(prompt.tokens[:, None], tokens), by_width=True)
+        x = self._embed(params, join(prompt.tokens[:, None], rows.tokens), by_width=True)
         x, deepstack = self._insert_images(params, x, prompt.images)
         x, collected = self._run_layers(layer, x, params["layers"], deepstack=deepstack)
         x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
@@ -225,9 +232,7 @@ class Decoder:
         params: PyTree,
         prompt_cache: Any,
         prompt: Prompt,
-        tokens: Array,
-        positions: Array,
-        segment_ids: Array,
+        rows: PackedRows,
         collect: RoutingCollector | None = None,
     ) -> tuple[jax.Array, PyTree]:
         """Runs completion rows [B, N, T] after prompts whose keys and values `prefill` has computed.
@@ -235,9 +240,9 @@ class Decoder:
         prompt_cache: keys and values of the prompts, from `prefill`. The other arguments are as in `forward`. Returns
         hidden states [B, N, T, D], and the results of `collect`.
         """
-        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
-        angles = self._angles(after_prompt if prompt.images is None else prompt.images.end[:, None, None] + positions)
-        attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
+        after_prompt, images = jnp.sum(prompt.mask, axis=-1)[:, None, None] + rows.positions, prompt.images
+        angles = self._angles(after_prompt if images is None else images.end[:, None, None] + rows.positions)
+        attend_packed = self._attend_packed(rows.segment_ids, prompt.mask, after_prompt, ends=rows.ends)
 
         def layer(x: Array, is_local: Array | bool, params_l: PyTree, prompt_cache_l: KeyValue) -> tuple[Array, PyTree]:
             block = self._block(params_l)
@@ -246,7 +251,7 @@ class Decoder:
             return x, _collected(collect, routing)
 
         x, collected = self._run_layers(
-            layer, self._embed(params, tokens, by_width=True), params["layers"], prompt_cache
+            layer, self._embed(params, rows.tokens, by_width=True), params["layers"], prompt_cache
         )
         return self._embed_and_head(params).norm(x), collected
 
@@ -329,24 +334,29 @@ class Decoder:
         prompt_mask: Array | None = None,
         positions: Array | None = None,
         last_visible: Array | None = None,
+        ends: Array | None = None,
     ) -> Callable[..., jax.Array]:
         """Returns `attend(is_local, query, row, prompt)`: attention that is causal within each completion of a row.
 
         The TPU or GPU kernel is used where it supports this model. segment_ids [B, N, T]: number of each token's
         completion. positions [B, N, T]: index of each token, counted from the first token of its prompt.
         last_visible [B, N, T]: index of the last token that a token sees, None = itself; only for rows without prompt.
+        ends [B, N, T]: as in `PackedRows`, None if completions are chains.
         """
         cfg, length = self.cfg, segment_ids.shape[-1]
         window = self._window(length + (0 if prompt_mask is None else prompt_mask.shape[-1]))
 
         def visible(window: int) -> Visible:
             prompt = None if prompt_mask is None else prompt_visibility(prompt_mask, positions, window)
+            if ends is not None and positions is not None:
+                return Visible(tree_mask(segment_ids, ends, positions, window), prompt)
             return Visible(causal_mask(segment_ids, window, last_visible), prompt)
 
         masks, soft_cap = PerLayerKind.for_window(visible, window), cfg.soft_cap
         if self.mesh is not None:
             device = self.mesh.devices.flat[0]
-            if attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
+            # The TPU kernel has no masks of trees, because it knows only the first key that each token sees.
+            if ends is None and attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
                 # The TPU kernel makes its own masks. jit drops `masks`, which nothing uses on this path.
                 return self._attend_tpu(segment_ids, prompt_mask, window, last_visible)
             if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, soft_cap):

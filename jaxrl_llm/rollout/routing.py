@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue, Visible, attend, prompt_visibility
-from jaxrl_llm.models.decoder import Decoder, PerLayerKind
+from jaxrl_llm.models.decoder import Decoder, PackedRows, PerLayerKind
 from jaxrl_llm.rollout.weights import WeightCopier, sampling_decoder
 from jaxrl_llm.structs import Array, Batch, PyTree
 
@@ -31,8 +31,10 @@ def routing_agreement(model: Decoder, params: PyTree, batch: Batch, mesh: Mesh) 
 def _experts_in_scoring(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     """Returns the experts [L, B, G, C, chosen] of the trainer's forward pass over whole completions."""
     mask = batch.completion_mask
-    rows = batch.completions, jnp.broadcast_to(jnp.arange(mask.shape[-1])[None, None], mask.shape), mask.astype(int)
-    return model.forward(params, batch.prompt, *rows, lambda routing: routing.chosen)[2]
+    assert batch.tree is None, "decoding runs chains"
+    positions = jnp.broadcast_to(jnp.arange(mask.shape[-1])[None, None], mask.shape)
+    rows = PackedRows(batch.completions, positions, mask.astype(int))
+    return model.forward(params, batch.prompt, rows, lambda routing: routing.chosen)[2]
 
 
 def _experts_in_decoding(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:

@@ -29,7 +29,7 @@ from jaxrl_llm.machine import meshes, sharding, transfers
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models import experts, grouped, hf
 from jaxrl_llm.models.config import Mixture
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, PackedRows
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import routing
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -176,9 +176,10 @@ def test_load_and_its_loss_are_those_of_the_trained_tokens_alone():
     model, params = tiny.model_and_params(CONFIG)
     batch = tiny.batch()
     trained = batch.completion_mask & (np.arange(tiny.C) != 1)
-    rows = batch.completions, np.broadcast_to(np.arange(tiny.C), trained.shape), batch.completion_mask.astype(int)
+    places, segment_ids = np.broadcast_to(np.arange(tiny.C), trained.shape), batch.completion_mask.astype(int)
+    rows = PackedRows(batch.completions, places, segment_ids)
     run = jax.jit(partial(model.forward, collect=lambda routed: routed))
-    *_, routed = run(params, batch.prompt, *rows)
+    *_, routed = run(params, batch.prompt, rows)
     chosen, p = np.asarray(routed.chosen)[:, trained], np.asarray(routed.probabilities)[:, trained]
     found = load_of(params, replace(batch, loss_mask=trained))
     cost, metrics = jax.jit(lambda load: (balance_loss(load, load), load_metrics(load)))(found)

@@ -27,7 +27,7 @@ from jaxrl_llm.data import image_format, image_layout
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models import attention_tpu, hf, hf_export, names, peft, vision
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, PackedRows
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.structs import Batch, Images, Prompt, Prompts
@@ -108,7 +108,7 @@ def all_logits(model: Decoder) -> Any:
     """(params, prompt, rows) -> logits of prompts [B, P, V] and rows, compiled once for a model."""
 
     def run(params: Any, prompt: Prompt, *rows: Any) -> tuple[jax.Array, jax.Array]:
-        of_prompt, of_rows, _ = model.forward(params, prompt, *rows)
+        of_prompt, of_rows, _ = model.forward(params, prompt, PackedRows(*rows))
         return model.logits(params, of_prompt), model.logits(params, of_rows)
 
     return jax.jit(run)
