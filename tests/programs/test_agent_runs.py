@@ -1,4 +1,4 @@
-"""Runs whose agents own their loop: what they log, that they resume, that a lag changes no rule, and that they learn."""
+"""Runs whose agents own their loop: what they log, that they resume, also with a lag, and that they learn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from test_agents import MORE, message
 from test_steps import SHORT, numbers, tiny
 from tiny import SMALL
 
@@ -30,9 +31,10 @@ def agents(**changes: Any) -> ConfigDict:
 
 def branching(endpoint: Any, row: dict[str, Any]) -> float | None:
     """Three calls, of which the last begins anew. No number for some rows."""
-    right = USER_FUNCTIONS["agent.agent"](endpoint, row)
-    USER_FUNCTIONS["agent.agent"](endpoint, row | {"prompt": [{"role": "user", "content": f"{row['b']}+{row['a']}"}]})
-    return None if row["a"] % 4 == 0 else sum(right.values())
+    first = message(endpoint, row["prompt"])
+    second = message(endpoint, [*row["prompt"], first, MORE])
+    third = message(endpoint, [*row["prompt"], MORE], max_tokens=4)
+    return None if row["a"] % 4 == 0 else float(sum(len(x["content"]) % 3 for x in (first, second, third)))
 
 
 def test_a_run_with_agents_resumes_with_the_numbers_of_one_without_a_stop(tmp_path, monkeypatch):
@@ -43,8 +45,8 @@ def test_a_run_with_agents_resumes_with_the_numbers_of_one_without_a_stop(tmp_pa
         whole = list(steps(config, tmp_path / f"whole {lag}"))
         for record in whole:
             assert record["sampler/gap_max"] <= 1e-5 or lag
-            assert record["episode/calls"] == 4 and record["episode/restarts"] == 1 and record["episode/errors"] == 0
-            assert 0 < record["episode/unscored"] < 1
+            assert record["episode/calls"] > 2.5 and record["episode/restarts"] > 0.5
+            assert 0 < record["episode/unscored"] < 1 and record["episode/errors"] == 0 and record["grad_norm"] > 0
         first = agents(**{"env.agent": "mine.branching", "num_steps": 2, "schedule_steps": 3, "rollout.max_lag": lag})
         config = agents(**{"env.agent": "mine.branching", "num_steps": 3, "schedule_steps": 3, "rollout.max_lag": lag})
         list(steps(first, tmp_path / f"run {lag}"))
