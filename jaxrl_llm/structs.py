@@ -218,6 +218,12 @@ class Rollouts:
     episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} that the environment measured
     tree: Tree | None = None  # None if each token of a completion follows the token before it
 
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any]) -> Rollouts:
+        """Returns the rollouts of a checkpoint, which holds dataclasses as dicts."""
+        rollouts = cls(**fields)
+        return replace(rollouts, tree=Tree(**fields["tree"])) if rollouts.tree else rollouts
+
     def measured(self, names: Iterable[str]) -> Rollouts:
         """Returns a copy with exactly these episode metrics; a metric that is missing here becomes 0."""
         zeros = np.zeros(self.truncated.shape, np.float32)
@@ -291,6 +297,7 @@ class Sizes:
     critic_steps: int = 0  # first steps, in which only the critic learns
     critic: bool = False  # True if the run has a critic
     samples: int = 1  # completions at most that a step samples for each prompt
+    trees: bool = False  # True if completions are trees
 
     @property
     def sequences_per_step(self) -> int:

@@ -99,7 +99,7 @@ def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = N
     return _centered(rewards, has_reward) * (g / jnp.maximum(g - 1, 1))
 
 
-@declares(Trait.VARIES_BY_TOKEN)
+@declares(Trait.VARIES_BY_TOKEN, Trait.NEEDS_CHAINS)
 def reinforce_pp(
     token_rewards: Float[Array, "B G C"],
     loss_mask: Bool[Array, "B G C"],
@@ -200,7 +200,7 @@ def pass_at_k(
     return advantages if has_reward is None else jnp.where(has_reward & (g >= k), advantages, 0.0)
 
 
-@declares(Trait.VARIES_BY_TOKEN)
+@declares(Trait.VARIES_BY_TOKEN, Trait.NEEDS_CHAINS)
 def gae(
     token_rewards: Float[Array, "B G C"],
     values: Float[Array, "B G C"],

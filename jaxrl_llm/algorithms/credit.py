@@ -110,7 +110,7 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
         # Packed rows are left out, because credit does not read them and each of their shapes would compile a program.
-        assigned, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
+        assigned, metrics = assign(replace(batch, packed_index=None, tree=None), scores, rewards, coefs)
         # For a single update the scored log-probabilities are left out, because they differ from the update's own by
         # rounding, and the ratio must be exactly 1.
         used_scores = {"values", "ref_logprobs"} | ({"old_logprobs"} if credit.updates > 1 else set())

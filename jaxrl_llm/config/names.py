@@ -71,7 +71,8 @@ def resolve(name: str, place: Place, field: str = "name") -> Callable[..., Any]:
     if close:
         hint = f"did you mean {close[0]}?"
     elif path and not module:
-        hint = f"if {path} is your module, start in the folder that has it; functions here: {', '.join(known_names)}"
+        hint = f"if {path} is your module, start in the folder that has it"
+        hint += f"; functions here: {', '.join(known_names)}" if known_names else ""
     elif known_names:
         hint = f"use one of {', '.join(known_names)}, or a dotted name of your own"
     else:  # for example a function of __main__ of another program

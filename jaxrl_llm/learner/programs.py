@@ -15,7 +15,7 @@ from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Shape, placed
-from jaxrl_llm.structs import Batch, Images, PromptSizes, Rewards, Sizes
+from jaxrl_llm.structs import Batch, Images, PromptSizes, Rewards, Sizes, Tree
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
@@ -41,7 +41,8 @@ def example_shapes(sizes: Sizes, prompt_sizes: PromptSizes, mesh: Mesh) -> tuple
     width, image_sizes, smaller = prompt_sizes
     images = Images.shapes((b,), width, image_sizes) if image_sizes else None
     prompts, prompt_mask = shape_of((b, width), jnp.int32), shape_of((b, width), bool)
-    batch = Batch(prompts, prompt_mask, tokens, mask, mask, images=images, smaller=smaller)
+    tree = Tree(tokens, tokens, tokens) if sizes.trees else None
+    batch = Batch(prompts, prompt_mask, tokens, mask, mask, images=images, smaller=smaller, tree=tree)
     return placed((batch, score), place)
 
 

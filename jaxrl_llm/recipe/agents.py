@@ -8,6 +8,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.missing import tried
 from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.recipe.trees import check_trees
 from jaxrl_llm.rollout.agents.pool import agent_function
 from jaxrl_llm.tasks.agents import Command, Function
 
@@ -21,20 +22,16 @@ def check_agents(recipe: Recipe) -> None:
         raise UserError(
             f"config.engine.name = {recipe.engine.name!r}: {name} calls the in-JAX engine: set engine.name to 'jax'"
         )
-    for field in ("partial", "resample_rounds"):
-        if value := getattr(recipe.rollout, field):
-            raise UserError(
-                f"config.rollout.{field} = {value}: {name} ends all episodes of a step in this step: set {field} to 0"
-            )
-    if recipe.critic:
+    check_trees(recipe)
+    if rounds := recipe.rollout.resample_rounds:
         raise UserError(
-            f"config.critic: returns follow one chain of tokens, but an episode of {name} may have branches: remove "
-            "the section, and choose an advantage without a critic"
+            f"config.rollout.resample_rounds = {rounds}: groups are replaced with their prompts in the data, but the "
+            f"agents of {name} write prompts of their own: set resample_rounds to 0"
         )
     if recipe.log.keep_samples:
         raise UserError(
-            f"config.log.keep_samples = {recipe.log.keep_samples}: the files hold no trees, which {name} samples: set "
-            "keep_samples to 0"
+            f"config.log.keep_samples = {recipe.log.keep_samples}: the files name prompts of the data, but the agents "
+            f"of {name} write prompts of their own: set keep_samples to 0"
         )
     with tried():
         for package in ("fastapi", "uvicorn"):

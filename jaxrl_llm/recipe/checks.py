@@ -50,9 +50,9 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
                 "a reward function"
             )
     check_algorithm(recipe, fields)
+    check_agents(recipe)
     check_rollout(recipe)
     check_turns(recipe)
-    check_agents(recipe)
     if critic := recipe.critic:
         if recipe.sizes.critic_steps >= recipe.num_steps:
             raise UserError(

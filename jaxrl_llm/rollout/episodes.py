@@ -61,6 +61,7 @@ class Episodes:
     def from_in_flight(cls, in_flight: InFlightGroups) -> Episodes:
         """Returns the completions of an earlier call, which this call continues."""
         rollouts, has_ended = in_flight.rollouts, in_flight.has_ended.reshape(-1)
+        assert rollouts.tree is None, "an engine continues a completion after its last token"
         # The arrays are copied, because this call writes into them.
         tokens, logprobs, sampled, truncated, is_turn_start = (
             x.reshape(len(has_ended), *x.shape[2:]).copy()

@@ -98,7 +98,12 @@ class InFlightGroups(NamedTuple):
     @classmethod
     def from_checkpoint(cls, arrays: dict[str, Any], collate: Collate) -> InFlightGroups:
         """Returns the groups of `to_checkpoint`, without environments. A checkpoint holds dataclasses as dicts."""
-        rollouts, *others = Rollouts(**arrays["rollouts"]), arrays["ended"], arrays["begins"], arrays["ages"]
+        rollouts, *others = (
+            Rollouts.from_checkpoint(arrays["rollouts"]),
+            arrays["ended"],
+            arrays["begins"],
+            arrays["ages"],
+        )
         return cls(collate(arrays["numbers"]), rollouts, *others)
 
 

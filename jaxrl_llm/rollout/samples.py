@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups, StreamEngine
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts, Tree
+from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
 
 if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
     import grain
@@ -290,7 +290,9 @@ class SampleSource:
         """
         arrays = transfers.to_host(arrays)
         prompts = replace(self.collate(arrays["numbers"]), **arrays.get("prompts", {}))  # agents write prompts
-        rollouts, *greedy = (_stored(arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
+        rollouts, *greedy = (
+            Rollouts.from_checkpoint(arrays[name]) for name in ("rollouts", "greedy") if name in arrays
+        )
         samples = replace(self._start_grading(prompts, rollouts), metrics=metrics, replaced_rows=replaced_rows)
         return replace(samples, greedy=self._start_grading(prompts, greedy[0])) if greedy else samples
 
@@ -334,12 +336,6 @@ class SampleSource:
     def _start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         wait_for_grades = self.task.start_grading(prompts, rollouts)
         return Samples(prompts, rollouts, wait_for_grades, masks_truncated=self.sampling_plan.masks_truncated)
-
-
-def _stored(arrays: dict[str, Any]) -> Rollouts:
-    """Returns rollouts of a checkpoint, which holds dataclasses as dicts."""
-    rollouts = Rollouts(**arrays)
-    return replace(rollouts, tree=Tree(**arrays["tree"])) if arrays.get("tree") else rollouts
 
 
 def partial_metrics(ages: np.ndarray, has_begun: np.ndarray, first: FirstCompleteGroups) -> dict[str, Any]:
@@ -462,7 +458,7 @@ def to_batch(
         trained,
         sampler_logprobs=rollouts.logprobs,
         packed_index=packed_index,
-        tree=rollouts.tree,
         images=prompts.images,
         smaller=prompts.smaller,
+        tree=rollouts.tree,
     )

@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.samples import CompletionTask, Samples
 from jaxrl_llm.session.record import LOG_CHANNEL
-from jaxrl_llm.structs import Rewards, Rollouts
+from jaxrl_llm.structs import Rewards, Rollouts, Tree
 
 FOLDER = "samples"  # in the work directory
 PER_TOKEN = ("completions", "loss_mask", "logprobs", "versions")  # fields of `Rollouts` with a value for each token
@@ -123,6 +123,7 @@ def to_arrays(samples: Samples) -> dict[str, Any]:
     }
     arrays = {"numbers": samples.prompts.numbers, "completion_mask": mask, "truncated": rollouts.truncated}
     arrays |= {name: getattr(rollouts, name)[mask] for name in PER_TOKEN}
+    arrays |= {f"tree/{name}": x[mask] for name, x in vars(rollouts.tree).items()} if rollouts.tree else {}
     arrays |= {f"episodes/{name}": x for name, x in rollouts.episodes.items()}
     arrays |= {f"channels/{name}": x for name, x in rewards.channels.items()}
     plain = {name: x for name, x in vars(rewards).items() if name != "channels" and x is not None}
@@ -134,19 +135,24 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
     mask, pad_id = arrays["completion_mask"], task.tokenizer.pad_token_id
 
     def padded(name: str) -> np.ndarray:
-        whole = np.full(mask.shape, pad_id if name == "completions" else 0, arrays[name].dtype)
-        whole[mask] = arrays[name]
+        padding = np.full(mask.shape, pad_id if name == "completions" else 0, arrays[name].dtype)
+        return with_tokens(padding, arrays[name])
+
+    def with_tokens(padding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        whole = padding.copy()
+        whole[mask] = tokens
         return whole
 
     def table(prefix: str) -> dict[str, Any]:
         return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
 
+    tree, padding = table("tree/"), Tree.chains(mask)
     rollouts = Rollouts(
         **{name: padded(name) for name in PER_TOKEN},
         completion_mask=mask,
         truncated=arrays["truncated"],
         episodes=table("episodes/"),
-        tree=None,
+        tree=Tree(**{name: with_tokens(getattr(padding, name), x) for name, x in tree.items()}) if tree else None,
     )
     rewards = Rewards(channels=table("channels/"), **table("rewards/"))
     measured = [note["reward_metrics"] for note in notes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,15 @@ from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.learner.programs import example_shapes
 from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models import attention_tpu
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import Batch, Tree
+from jaxrl_llm.rollout.samples import to_batch
+from jaxrl_llm.structs import Batch, Prompts, PromptSizes, Rollouts, Sizes, Tree
+from jaxrl_llm.tools.replay import from_file
+from jaxrl_llm.tools.replay.observer import StepObserver
 
 B, G, C = tiny.B, 3, 16
 COLUMNS = ("advantages", "sampler_logprobs", "old_logprobs", "ref_logprobs")
@@ -200,3 +205,31 @@ def test_the_tpu_kernel_which_has_no_masks_of_trees_is_not_used(monkeypatch):
     run(rows)
     with pytest.raises(KernelUsed):
         run(rows._replace(previous=None, ends=None))
+
+
+def test_checkpoints_batches_and_replays_keep_the_tree_of_a_completion():
+    batch = tree_batch()
+    arrays = (batch.completions, batch.completion_mask, batch.loss_mask, batch.sampler_logprobs)
+    rollouts = Rollouts(*arrays, truncated=np.zeros((B, G), bool), versions=batch.completions, tree=batch.tree)
+    restored = Rollouts.from_checkpoint(dataclasses.asdict(rollouts))
+    prompts = Prompts(batch.prompts, batch.prompt_mask, [{}] * B, np.arange(B))
+    made = to_batch(prompts, restored, batch.loss_mask, lambda lengths, _: pack(lengths, C, (1, 24)))
+    fields = {name: getattr(batch, name) for name in from_file.IN_RECORD}
+    inputs = StepObserver.inputs(SimpleNamespace(batch=batch))
+    replayed = from_file.batch_of(SimpleNamespace(**fields, inputs=inputs, columns={}))
+    for other in (restored, made, replayed):
+        jax.tree.map(np.testing.assert_array_equal, other.tree, batch.tree)
+    chains = Rollouts.from_checkpoint(dataclasses.asdict(dataclasses.replace(rollouts, tree=None)))
+    assert to_batch(prompts, chains, batch.loss_mask, lambda *_: made.packed_index).tree is None
+
+
+def test_programs_that_are_compiled_ahead_are_those_of_batches_with_trees():
+    sizes = Sizes(
+        prompts_per_step=B, max_completion_tokens=C, prompts_per_update=B, microbatch=0, steps=1, scheduled_steps=1,
+        group_size=G, trees=True,
+    )  # fmt: skip
+    mesh = tiny.mesh_of((1, 1, 1))
+    example, _ = example_shapes(sizes, PromptSizes(tiny.P), mesh)
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert shapes(example.tree) == shapes(jax.tree.map(jnp.asarray, tree_batch().tree))
+    assert example_shapes(dataclasses.replace(sizes, trees=False), PromptSizes(tiny.P), mesh)[0].tree is None

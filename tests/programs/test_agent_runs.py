@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.needs("fastapi", "uvicorn", "openai"), pytest.mark.slo
 def agents(**changes: Any) -> ConfigDict:
     """configs/agent.py, made small."""
     shipped = configs.load("agent")
-    c = tiny(**SHORT, **{"rollout.max_completion_tokens": 32, "optim.learning_rate": 3e-4})
+    c = tiny(**SHORT, **{"rollout.max_completion_tokens": 40, "optim.learning_rate": 3e-4})
     with c.unlocked():
         c.env, c.reward.functions, c.reward.weights = shipped.env, shipped.reward.functions, (1.0,)
     c.update_from_flattened_dict(changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,10 @@ from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.build import opened_run
 from jaxrl_llm.config import load, records
-from jaxrl_llm.learner.settings import column_of
+from jaxrl_llm.learner.settings import RewardModelSettings, column_of
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
+from jaxrl_llm.recipe.trees import check_trees
 from jaxrl_llm.rollout.actor import WeightLease
 from jaxrl_llm.session.workdir import check_workdir, write_config
 
@@ -118,6 +119,22 @@ def asks_for_nothing_known(logprobs, batch, surprise): ...
 
 
 def nearest(one_logprobs, other_logprobs, old_logprobs): ...
+
+
+def test_agents_whose_calls_form_a_tree_refuse_what_needs_chains(refused):
+    check_trees(recipe_of("grpo"))
+    for name, changes, field in (
+        ("ppo", {}, "config.advantage.name"),
+        ("reinforce_pp", {}, "config.advantage.name"),
+        ("grpo", {"rollout__partial": 1}, "config.rollout.partial"),
+    ):
+        with refused(field):
+            check_trees(recipe_of(name, **changes))
+    recipe = recipe_of("ppo")
+    with refused("config.critic"):
+        check_trees(replace(recipe, advantage=recipe_of("grpo").advantage))
+    with refused("config.reward_model"):
+        check_trees(replace(recipe_of("grpo"), reward_model=RewardModelSettings(path="judge", weight=1.0)))
 
 
 def test_there_may_be_several_teachers_each_with_a_column_of_its_name(refused):

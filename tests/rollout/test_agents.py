@@ -350,6 +350,8 @@ def config(**changes: Any) -> ConfigDict:
     ("changes", "field"),
     [
         ({"rollout.partial": 2}, "config.rollout.partial"),
+        ({"advantage": dict(name="reinforce_pp")}, "config.advantage.name"),
+        ({"engine": dict(name="my.engine")}, "config.engine.name"),
         ({"rollout.resample_rounds": 1}, "config.rollout.resample_rounds"),
         ({"log.keep_samples": 1}, "config.log.keep_samples"),
         ({"env.command": ""}, "config.env.command"),

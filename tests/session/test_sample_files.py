@@ -16,7 +16,7 @@ from jaxrl_llm.machine import bucket, disk
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.sample_files import SampledTask, SampleFiles
-from jaxrl_llm.structs import Prompts, PromptSizes, Rewards, Rollouts
+from jaxrl_llm.structs import Prompts, PromptSizes, Rewards, Rollouts, Tree
 
 PAD = 7
 
@@ -55,8 +55,14 @@ def make_samples(seed: int = 0, b: int = 3, g: int = 2, c: int = 5) -> Samples:
     return Samples(prompts, rollouts, lambda: graded, metrics={"groups/replaced": np.float32(2)})
 
 
-def test_a_file_returns_the_samples_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_file_returns_the_samples_bit_for_bit(tmp_path, is_tree):
     files, samples = SampleFiles(tmp_path / "samples", every=1), make_samples()
+    if is_tree:
+        mask = samples.rollouts.completion_mask
+        tree = Tree.chains(mask)
+        tree = replace(tree, previous=np.where(mask, -1, tree.previous), depths=np.where(mask, 0, tree.depths))
+        samples = replace(samples, rollouts=replace(samples.rollouts, tree=tree))
     files.write(3, samples)
     stored = files.read(3, TASK)
     for one, other in ((samples.rollouts, stored.rollouts), (samples.rewards(), stored.rewards())):

@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.completion_gradients import make_completion_gradients
 from jaxrl_llm.machine import transfers
 from jaxrl_llm.recipe.missing import collected
-from jaxrl_llm.structs import Batch, Config, Images
+from jaxrl_llm.structs import Batch, Config, Images, Tree
 from jaxrl_llm.tools.replay.observer import make_token_numbers
 from jaxrl_llm.tools.replay.record import StepRecord
 from jaxrl_llm.tools.report.runs import tuples
@@ -68,10 +68,11 @@ def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, 
 
 def batch_of(record: StepRecord) -> Batch:
     """Returns the batch of a step's updates, as its file holds it."""
-    tables: dict[str, dict[str, Any]] = {"": {}, "columns": {}, "images": {}}
+    tables: dict[str, dict[str, Any]] = {"": {}, "columns": {}, "images": {}, "tree": {}}
     for name, array in record.inputs.items():
         table, _, key = name.rpartition("/")
         tables[table][key] = array
     fields = {name: getattr(record, name) for name in IN_RECORD} | tables[""]
     fields |= {name: record.columns.get(name) for name in IN_COLUMNS} | {"columns": tables["columns"]}
-    return Batch(**fields, images=Images(**tables["images"]) if tables["images"] else None)
+    fields |= {name: kind(**tables[name]) for name, kind in (("images", Images), ("tree", Tree)) if tables[name]}
+    return Batch(**fields)

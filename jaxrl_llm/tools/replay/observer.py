@@ -87,7 +87,9 @@ class StepObserver:
         """Returns `StepRecord.inputs`."""
         batch = self.batch
         inputs = {f"columns/{name}": x for name, x in batch.columns.items()}
-        inputs |= {f"images/{name}": x for name, x in vars(batch.images).items()} if batch.images else {}
+        for part in ("images", "tree"):
+            record = getattr(batch, part)
+            inputs |= {f"{part}/{name}": x for name, x in vars(record).items()} if record else {}
         return inputs | ({} if batch.policy_mask is None else {"policy_mask": batch.policy_mask})
 
     def columns(self) -> dict[str, np.ndarray]:

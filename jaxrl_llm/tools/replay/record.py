@@ -63,7 +63,7 @@ class StepRecord:
     # {"norm", "cosine": [B, G] float32}: norm of a completion's term of the gradient, and its cosine to the whole
     # gradient; {} if they were not computed.
     gradient: dict[str, np.ndarray] = field(default_factory=dict)
-    # Further inputs of the loss: policy_mask, columns/NAME and images/NAME, as the fields of `structs.Batch`.
+    # Further inputs of the loss: policy_mask, columns/NAME, images/NAME, tree/NAME, as the fields of `structs.Batch`.
     inputs: dict[str, np.ndarray] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # of the first update, such as kl/coef
     first_update: list[int] = field(default_factory=list)  # indices of the prompts of the first update
