@@ -51,7 +51,6 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, WeightLease
-from jaxrl_llm.rollout.agents.pool import AgentPool
 from jaxrl_llm.rollout.environments import EnvironmentPool, EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
@@ -59,7 +58,7 @@ from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, cache_bytes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
-from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
+from jaxrl_llm.rollout.samples import CompletionTask, SampleSource, open_agents
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.selftest import self_test
@@ -206,10 +205,18 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.sizes.images is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
-    agents = None
-    if recipe.rl and recipe.rl.agents:
-        agents = make_agents(recipe.rl, tokenizer, stop_ids, model)
-        work_directory.resources.enter_context(closing(agents))
+    rl = recipe.rl
+    agents = open_agents(
+        rl and rl.agents,
+        work_directory.resources,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        vocab_size=model.cfg.vocab_size,
+        sampling=rl and rl.rollout.sampling,
+        prompt_tokens=recipe.data.max_prompt_tokens,
+        completion_tokens=recipe.rollout.max_completion_tokens,
+        max_sequences=rl and rl.chosen_engine.max_sequences,
+    )
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
     # A new run loads its parameters here, so that wrong files are found before anything is written. A resumed run
     # restores its parameters instead. Only process 0 looks for the checkpoint folder, because NFS caches a failed
@@ -233,21 +240,6 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.input_hashes.items()}
     agreement.check_alike({}, file_hashes)
     return inputs
-
-
-def make_agents(recipe: Recipe, tokenizer: Any, stop_ids: tuple[int, ...], model: Decoder) -> AgentPool:
-    """Makes the agents of a run, whose server starts with the first batch."""
-    assert recipe.agents
-    return AgentPool(
-        settings=recipe.agents,
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
-        vocab_size=model.cfg.vocab_size,
-        sampling=recipe.rollout.sampling,
-        prompt_tokens=recipe.data.max_prompt_tokens,
-        completion_tokens=recipe.rollout.max_completion_tokens,
-        rows=sequence_limit(recipe.chosen_engine.max_sequences, recipe.agents.workers),
-    )
 
 
 def make_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
@@ -21,6 +22,7 @@ from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups, StreamEngine
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
+from jaxrl_llm.tasks.agents import AgentSettings
 
 if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
     import grain
@@ -207,6 +209,14 @@ class CompletionTask:
         loss_masks = [[row[is_real].tolist() for row, is_real in zip(*group, strict=True)] for group in groups]
         columns = {"turns": turns, "episode": episode_metrics(rollouts), "loss_mask": loss_masks}
         return Completions(prompts.rows, texts, ids, columns)
+
+
+def open_agents(settings: AgentSettings | None, exit_stack: ExitStack, **parts: Any) -> AgentPool | None:
+    """Opens the agents of a run, which `exit_stack` closes. Returns None if the run has no agents.
+
+    parts: the other fields of `AgentPool`.
+    """
+    return exit_stack.enter_context(closing(AgentPool(settings=settings, **parts))) if settings else None
 
 
 def _with_episode_metrics(rollouts: Rollouts, batch: EnvironmentBatch, channel: str) -> Rollouts:

@@ -64,7 +64,7 @@ def sampled(settings: AgentSettings, group: int = G) -> tuple[Prompts, Rollouts]
     _, model, tokenizer, sampler = parts()
     pool = AgentPool(
         settings=settings, tokenizer=tokenizer, stop_ids=hf.stop_ids(SMALL, tokenizer), vocab_size=model.cfg.vocab_size,
-        sampling=Sampling(), prompt_tokens=P, completion_tokens=C, rows=4,
+        sampling=Sampling(), prompt_tokens=P, completion_tokens=C,
     )  # fmt: skip
     with closing(pool):
         return pool.sample(sampler, prompts(), KEY, group, 1.0)

@@ -88,7 +88,7 @@ class AgentPool:
     sampling: Sampling  # distribution of the run's rollouts
     prompt_tokens: int  # P
     completion_tokens: int  # C
-    rows: int  # completions that the engine samples at a time
+    max_sequences: int = 0  # most completions that the engine samples at a time; 0 = one for each running episode
 
     def __post_init__(self) -> None:
         seconds, settings = self.settings.timeout, self.settings
@@ -117,9 +117,10 @@ class AgentPool:
         episodes = self._open_episodes(prompts, group_size)
         queue, stopped = EngineThread(MAX_WAITING), Event()
         width = self.prompt_tokens + self.completion_tokens - 1
+        rows = min(self.max_sequences or self.settings.workers, self.settings.workers)
         # Each completion has its temperature, and the programs of training serve an evaluation too.
         sampling = replace(self.sampling, temperature=1.0)
-        stream = engine.open_stream(queue, key, rows=self.rows, prompt_width=width, sampling=sampling)
+        stream = engine.open_stream(queue, key, rows=rows, prompt_width=width, sampling=sampling)
         self._service.begin_batch(queue, temperature)
         remaining, threads_ended, failures = iter(episodes), count(1), list[BaseException]()
         threads = min(self.settings.workers, len(episodes))
