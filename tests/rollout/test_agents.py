@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,7 +30,9 @@ from jaxrl_llm.machine import keys, transfers
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.agents.pool import AgentPool
 from jaxrl_llm.rollout.agents.trees import episode_trees
+from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.rollout.traces import Trace, TraceCall
 from jaxrl_llm.structs import Batch, Prompts, Rollouts
 from jaxrl_llm.tasks.agents import AgentEndpoint, AgentSettings, Command, Function, reward, verdict_metrics
@@ -223,6 +225,16 @@ def test_a_bad_agent_costs_its_own_episodes_only(run, kind):
     np.testing.assert_array_equal(np.isnan(rollouts.episodes["reward"]), is_bad)
 
 
+@pytest.mark.filterwarnings("ignore:an agent failed")
+def test_no_function_of_the_config_rewards_an_episode_whose_agent_failed(run):
+    batch_prompts, rollouts = run(bad_agent("crashes"))
+    score = RewardFn(("arithmetic.thought", "agents.reward"), (1.0, 0.0), 0)
+    task = CompletionTask(parts()[2], score, agents=cast(Any, "of a run"))
+    for graded in (task.grade(batch_prompts, rollouts), task.start_grading(batch_prompts, rollouts)()):
+        for rewards in (graded.rewards.total, *graded.rewards.channels.values()):
+            np.testing.assert_array_equal(np.isnan(rewards), rollouts.episodes["errors"] > 0)
+
+
 def test_limits_of_calls_and_tokens_cut_an_episode(run):
     def agent(endpoint: AgentEndpoint, row: dict[str, Any]) -> None:
         messages = [*row["prompt"]]
@@ -235,6 +247,20 @@ def test_limits_of_calls_and_tokens_cut_an_episode(run):
     _, rollouts = run(agent, calls=100, group=1)
     assert rollouts.truncated.all() and rollouts.completion_mask.sum(axis=-1).max() <= C
     assert not rollouts.episodes["lost_calls"].any()
+
+    def endless(endpoint: AgentEndpoint, row: dict[str, Any]) -> None:
+        first = message(endpoint, row["prompt"])
+        post(endpoint, messages=[*row["prompt"], first, MORE], ignore_eos=True)
+
+    # A completion without a stop token fills the episode.
+    _, rollouts = run(endless, group=1)
+    assert rollouts.truncated.all() and rollouts.completion_mask.all() and np.all(rollouts.episodes["calls"] == 2)
+    assert not rollouts.episodes["lost_calls"].any()
+    _, rollouts = run(lambda endpoint, row: message(endpoint, row["prompt"], max_tokens=1) and None, group=1)
+    assert not rollouts.truncated.any()  # the agent's own limit
+    long = [{"role": "user", "content": "1" * (P + C)}]
+    _, rollouts = run(lambda endpoint, row: message(endpoint, row["prompt"]) and message(endpoint, long), group=1)
+    assert rollouts.truncated.all() and np.all(rollouts.episodes["calls"] == 1)
 
 
 PROGRAM = """
