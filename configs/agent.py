@@ -23,19 +23,18 @@ def client() -> Any:
 
 
 def agent(endpoint: Any, row: dict[str, Any]) -> dict[str, float]:
-    """Asks for a + b, and then for b + a in the same chat. Returns which answers are right."""
-    policy = client().with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    messages, right = list(row["prompt"]), {}
-    for name in ("first", "second"):
+    """Asks for a + b and for b + a, each in a chat of its own. Returns which answers are right."""
+    policy, right = client().with_options(base_url=endpoint.base_url, api_key=endpoint.api_key), {}
+    for name, a, b in (("first", row["a"], row["b"]), ("second", row["b"], row["a"])):
+        messages = [{"role": "user", "content": f"{a}+{b}"}]
         answer = policy.chat.completions.create(model=endpoint.model, messages=messages).choices[0].message.content
         right[name] = float(answer.rpartition(">")[2] == row["answer"])
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"{row['b']}+{row['a']}"}]
     return right
 
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps = 60
+    c.num_steps = 40
     c.prompts_per_step = c.prompts_per_update = 16
 
     # Agents: name is agents.Function, for a function agent(endpoint, row), or agents.Command, for a program in
