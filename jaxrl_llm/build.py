@@ -58,7 +58,7 @@ from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, cache_bytes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
-from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
+from jaxrl_llm.rollout.samples import CompletionTask, SampleSource, open_agents
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.selftest import self_test
@@ -192,7 +192,10 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     prepare_rows = environments.prepare_rows if environments else list
     dataset = data.load(recipe.data, tokenizer, tools, images, prepare_rows)
     sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images, prepare_rows)
-    functions, episodes = recipe.reward.functions, environments is not None
+    functions, episodes = recipe.reward.functions, recipe.env is not None
+    if recipe.rl and recipe.rl.agents:
+        fit.check_agents(recipe.rl, dataset)
+        dataset = replace(dataset, width=recipe.data.max_prompt_tokens)  # because agents write longer prompts
     dataset, sets = columns.check_all(recipe.data, recipe.eval_sets, functions, dataset, sets, episodes=episodes)
     if environments:
         environments.check(data.all_rows(dataset, *sets.values()))
@@ -203,6 +206,18 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.sizes.images is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
+    rl = recipe.rl
+    agents = open_agents(
+        rl and rl.agents,
+        work_directory.resources,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        vocab_size=model.cfg.vocab_size,
+        sampling=rl and rl.rollout.sampling,
+        prompt_tokens=recipe.data.max_prompt_tokens,
+        completion_tokens=recipe.rollout.max_completion_tokens,
+        max_sequences=rl and rl.chosen_engine.max_sequences,
+    )
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
     # A new run loads its parameters here, so that wrong files are found before anything is written. A resumed run
     # restores its parameters instead. Only process 0 looks for the checkpoint folder, because NFS caches a failed
@@ -215,6 +230,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         dataset=dataset,
         held_out=sets,
         environments=environments,
+        agents=agents,
         tools=tools,
         stop_ids=stop_ids,
         shape_cache=work_directory.resources.enter_context(closing(ShapeCache())),
@@ -467,7 +483,7 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ca
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
-    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
+    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments, inputs.agents)
     length = recipe.rollout.max_completion_tokens
     source = SampleSource(
         sampling_plan=recipe.sampling_plan,
@@ -567,7 +583,8 @@ def make_evaluation(
     The function returns the metrics of all sets that have a reward function.
     """
     timeout = recipe.reward.timeout
-    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, work_directory.resources)
+    episodes = inputs.environments, inputs.agents
+    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, *episodes, timeout, work_directory.resources)
     # A problem has one greedy completion, so a judge gets about as many completions as in a training step.
     max_problems = recipe.sizes.sequences_per_step
     settings = dict(max_problems=max_problems, mesh=inputs.models.mesh, seed=recipe.seed)

@@ -40,7 +40,7 @@ from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
 from jaxrl_llm.session.saved_run import SavedRun
-from jaxrl_llm.tasks import ANSWERS, REWARDS, SOURCES
+from jaxrl_llm.tasks import ANSWERS, REWARDS, SOURCES, owns_loop
 
 COUNTS = ("problems", "samples", "max_prompt_tokens", "max_completion_tokens", "batch")
 PIXELS = ("min_pixels", "max_pixels")
@@ -340,6 +340,11 @@ def episode_settings(args: argparse.Namespace, run: SavedRun | None) -> EpisodeS
     records.check_fields(records.table(EpisodeSettings, values), values, flatten(values))
     episodes = records.read(EpisodeSettings, values)
     check_episodes(episodes.env, episodes.turns)
+    if episodes.env and owns_loop(episodes.env.function):
+        raise UserError(
+            f"config.env.name = {episodes.env.name!r}: jaxrl evaluate runs no agents: use the evaluation of a run "
+            "(config.eval), or jaxrl serve --model WORKDIR/hf"
+        )
     return episodes
 
 

@@ -190,21 +190,21 @@ def load(config: str | Path) -> Config:
 
 
 def with_names(config: Config, home: str = "") -> Config:
-    """Returns a config in which names replace function objects in `reward.functions` and in the section `eval`.
+    """Returns a config in which names replace function objects in `reward.functions`, `env` and `eval`.
 
     home: name of the module of functions that a config file defines. Raises: UserError, if a function has no name.
     """
     fields = flatten(config)
     value = fields.get("reward.functions", ())
     rewards = value if isinstance(value, tuple) else (value,)
-    eval_functions = {path: x for path, x in fields.items() if path.startswith("eval.") and callable(x)}
-    if not eval_functions and not any(map(callable, rewards)):
+    functions = {path: x for path, x in fields.items() if path.startswith(("env.", "eval.")) and callable(x)}
+    if not functions and not any(map(callable, rewards)):
         return config
     named = config.copy_and_resolve_references()
     with named.unlocked(), named.ignore_type():
         if any(map(callable, rewards)):
             named.reward.functions = tuple(name_of(function, home, "reward.functions") for function in rewards)
-        for path, function in eval_functions.items():
+        for path, function in functions.items():
             *outer_sections, last = path.split(".")
             reduce(getitem, outer_sections, named)[last] = name_of(function, home, path)
     return named

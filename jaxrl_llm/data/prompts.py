@@ -453,7 +453,9 @@ def decode_turns(tokenizer: Any, completions: AnyArray, mask: AnyArray, sampled:
     def split_turns(tokens: np.ndarray, real: np.ndarray, by_policy: np.ndarray) -> list[Turn]:
         by_policy, tokens = by_policy[real], tokens[real]
         parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(by_policy)) + 1) if len(tokens) else []
-        texts = tokenizer.batch_decode([tokens[part].tolist() for part in parts], skip_special_tokens=True)
+        ids = [tokens[part].tolist() for part in parts]
+        # Some tokenizers decode an empty list to one empty text.
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
         roles = ["assistant" if by_policy[part[0]] else "environment" for part in parts]
         return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 

@@ -16,6 +16,7 @@ from jaxrl_llm.data.settings import EVAL, set_name
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.names import FAMILIES
 from jaxrl_llm.models.settings import NewModelSettings
+from jaxrl_llm.recipe.agents import check_agents
 from jaxrl_llm.recipe.combinations import (
     check_adapters,
     check_algorithm,
@@ -49,6 +50,7 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
                 "a reward function"
             )
     check_algorithm(recipe, fields)
+    check_agents(recipe)
     check_rollout(recipe)
     check_turns(recipe)
     if critic := recipe.critic:

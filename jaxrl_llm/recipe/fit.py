@@ -48,6 +48,21 @@ def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
         )
 
 
+def check_agents(recipe: Recipe, dataset: Dataset) -> None:
+    """Raises: UserError, if agents cannot call the policy of this run."""
+    name, processes = recipe.env.name if recipe.env else "", distributed.count()
+    if processes > 1:
+        raise UserError(
+            f"config.env.name = {name!r}: agents call one process, but this run has {processes}: run one process "
+            "for all devices of the host"
+        )
+    if dataset.images:
+        raise UserError(
+            f"config.env.name = {name!r}: agents send text, but the model reads images: use a model of text, or an "
+            "environment"
+        )
+
+
 def check_partial(recipe: Recipe) -> None:
     """Checks that all processes can have equally many open groups. Raises: UserError, naming the field."""
     count, processes = recipe.rollout.partial, distributed.count()

@@ -32,6 +32,7 @@ from jaxrl_llm.rollout.samples import SampledGroups, SamplingPlan
 from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSettings, RolloutSettings
 from jaxrl_llm.session import settings as session
 from jaxrl_llm.structs import Array, Sizes
+from jaxrl_llm.tasks.agents import AgentSettings
 
 WEIGHTED = "_weighted"  # suffix of KL estimators that are multiplied by pi / pi_old
 # The share stays below 1, so that a skipped prompt is sampled again from time to time, and may have a signal then.
@@ -280,6 +281,11 @@ class Recipe(Settings):
     turns: Annotated[KeywordArguments, EnvironmentPool] | None = None
 
     program: ClassVar[str] = "train"
+
+    @cached_property
+    def agents(self) -> AgentSettings | None:
+        """Settings of the agents that call the policy; None if the run has no agents."""
+        return self.env() if self.env and tasks.owns_loop(self.env.function) else None
 
     @property
     def observation_tokens(self) -> int:

@@ -45,7 +45,14 @@ class EpisodeSettings:
 
 
 def check_episodes(environment: Call | None, turns: KeywordArguments | None) -> None:
-    """Raises: UserError, if one of the sections `env` and `turns` is missing."""
+    """Raises: UserError, if one of the sections `env` and `turns` is missing. Agents need no `turns`."""
+    if environment and tasks.owns_loop(environment.function):
+        if turns:
+            raise UserError(
+                f"config.turns has no effect, because config.env.name = {environment.name!r} has limits of its own: "
+                "remove config.turns"
+            )
+        return
     if environment and not turns:
         raise UserError(
             "config.turns is missing: config.env needs the limits of episodes; add config.turns as in "

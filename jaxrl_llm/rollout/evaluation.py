@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.settings import EvalSet, metrics_of
 from jaxrl_llm.machine import distributed, keys, progress, sharding
+from jaxrl_llm.rollout.agents.pool import AgentPool
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
@@ -46,7 +47,7 @@ def evaluate(
     prompts = data.all_prompts(dataset, task.tokenizer.pad_token_id)
     local_problems = len(prompts.rows)
     with progress.task("evaluating problems: completions", local_problems * plan.group_size) as progress_bar:
-        rollouts = task.sample(
+        _, rollouts = task.sample(
             engine,
             prompts,
             key,
@@ -84,6 +85,7 @@ def open_tasks(
     eval_sets: Mapping[str, EvalSet],
     tokenizer: Any,
     environments: EnvironmentPool | None,
+    agents: AgentPool | None,
     timeout: float,
     exit_stack: ExitStack,
 ) -> dict[str, CompletionTask]:
@@ -96,7 +98,8 @@ def open_tasks(
         name: exit_stack.enter_context(closing(RewardFn((name,), (1.0,), timeout)))
         for name in dict.fromkeys(judged.values())
     }
-    return {section: CompletionTask(tokenizer, reward_fns[name], environments) for section, name in judged.items()}
+    episodes = environments, agents
+    return {section: CompletionTask(tokenizer, reward_fns[name], *episodes) for section, name in judged.items()}
 
 
 def evaluate_sets(

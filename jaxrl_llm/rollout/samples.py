@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -15,11 +16,13 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, transfers
+from jaxrl_llm.rollout.agents.pool import AgentPool, OpenEngine
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups, StreamEngine
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
+from jaxrl_llm.tasks.agents import AgentSettings
 
 if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
     import grain
@@ -108,7 +111,8 @@ class CompletionTask:
 
     tokenizer: Any
     score: RewardFn
-    environments: EnvironmentPool | None = None  # None if a completion is a single turn
+    environments: EnvironmentPool | None = None  # None if no environment answers turns
+    agents: AgentPool | None = None  # None if no agents call the policy
 
     def sample(
         self,
@@ -119,19 +123,23 @@ class CompletionTask:
         sampling: Sampling,
         channel: str,
         report_ended: Callable[[int], None] = lambda count: None,
-    ) -> Rollouts:
-        """Samples completions of a single turn, or episodes if the task has environments.
+    ) -> tuple[Prompts, Rollouts]:
+        """Samples completions of a single turn, or episodes if the task has environments or agents.
 
-        channel: argument of `align_metrics`. report_ended: argument of `Engine.sample`.
+        Returns the prompts too, because agents write prompts of their own. channel: argument of `align_metrics`.
+        report_ended: argument of `Engine.sample`.
         """
+        if self.agents:
+            open_engine = cast(OpenEngine, engine)
+            return self.agents.sample(open_engine, prompts, key, group_size, sampling.temperature, report_ended)
         batch = self.environments.start_batch(prompts.rows, group_size) if self.environments else None
         rollouts = engine.sample(
             prompts, key, group_size=group_size, sampling=sampling, environments=batch, report_ended=report_ended
         )
         if not batch:
-            return rollouts
+            return prompts, rollouts
         batch.finish()
-        return _with_episode_metrics(rollouts, batch, channel)
+        return prompts, _with_episode_metrics(rollouts, batch, channel)
 
     def start_groups(self, prompts: Prompts, group_size: int, length: int) -> InFlightGroups:
         """Returns new groups with open environments and room for `length` tokens in each completion."""
@@ -176,19 +184,43 @@ class CompletionTask:
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> GradedCompletions:
         """Waits for the reward functions and returns texts and rewards."""
-        return self.score(*self.completions(prompts, rollouts))
+        return self._without_failures(rollouts, self.score(*self.completions(prompts, rollouts)))
+
+    def start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Callable[[], GradedCompletions]:
+        """Starts the reward functions. Returns a function that waits for texts and rewards."""
+        wait_for_grades = self.score.start(partial(self.completions, prompts, rollouts))
+        if not self.agents:
+            return wait_for_grades
+        return cache(lambda: self._without_failures(rollouts, wait_for_grades()))
+
+    def _without_failures(self, rollouts: Rollouts, graded: GradedCompletions) -> GradedCompletions:
+        """Returns grades without the rewards of episodes whose agent has failed."""
+        if not self.agents:
+            return graded
+        has_failed, rewards = rollouts.episodes["errors"] > 0, graded.rewards
+        channels = {name: np.where(has_failed, np.float32(np.nan), x) for name, x in rewards.channels.items()}
+        total = np.where(has_failed, np.float32(np.nan), rewards.total)
+        return graded._replace(rewards=replace(rewards, total=total, channels=channels))
 
     def completions(self, prompts: Prompts, rollouts: Rollouts) -> Completions:
-        """Decodes completions for the reward functions. Adds columns about episodes if the task has environments."""
+        """Decodes completions for the reward functions. Adds columns about episodes if the task has any."""
         tokens, mask = rollouts.completions, rollouts.completion_mask
         texts, ids = data.decode(self.tokenizer, tokens, mask)
-        if not self.environments:
+        if not (self.environments or self.agents):
             return Completions(prompts.rows, texts, ids)
         turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
         groups = zip(rollouts.loss_mask, mask, strict=True)
         loss_masks = [[row[is_real].tolist() for row, is_real in zip(*group, strict=True)] for group in groups]
         columns = {"turns": turns, "episode": episode_metrics(rollouts), "loss_mask": loss_masks}
         return Completions(prompts.rows, texts, ids, columns)
+
+
+def open_agents(settings: AgentSettings | None, exit_stack: ExitStack, **parts: Any) -> AgentPool | None:
+    """Opens the agents of a run, which `exit_stack` closes. Returns None if the run has no agents.
+
+    parts: the other fields of `AgentPool`.
+    """
+    return exit_stack.enter_context(closing(AgentPool(settings=settings, **parts))) if settings else None
 
 
 def _with_episode_metrics(rollouts: Rollouts, batch: EnvironmentBatch, channel: str) -> Rollouts:
@@ -261,6 +293,8 @@ class SampleSource:
         """Returns the arrays, on the devices, that a checkpoint keeps of a batch that no update has used."""
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
         arrays = {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
+        if self.task.agents:
+            arrays["prompts"] = {"tokens": samples.prompts.tokens, "mask": samples.prompts.mask}
         return transfers.shard_batch(arrays, self.mesh)
 
     def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any], replaced_rows: list[int]) -> Samples:
@@ -269,7 +303,7 @@ class SampleSource:
         A checkpoint has no texts and no rewards, because both follow from the data rows and the tokens.
         """
         arrays = transfers.to_host(arrays)
-        prompts = self.collate(arrays["numbers"])
+        prompts = replace(self.collate(arrays["numbers"]), **arrays.get("prompts", {}))  # agents write prompts
         rollouts, *greedy = (
             Rollouts.from_checkpoint(arrays[name]) for name in ("rollouts", "greedy") if name in arrays
         )
@@ -308,13 +342,13 @@ class SampleSource:
         return replace(samples, in_flight=self.in_flight, metrics=metrics)
 
     def _sample_prompts(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
-        rollouts = self.task.sample(
+        prompts, rollouts = self.task.sample(
             self.engine, prompts, key, group_size=group_size, sampling=sampling, channel=SAMPLING
         )
         return self._start_grading(prompts, rollouts)
 
     def _start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        wait_for_grades = self.task.score.start(partial(self.task.completions, prompts, rollouts))
+        wait_for_grades = self.task.start_grading(prompts, rollouts)
         return Samples(prompts, rollouts, wait_for_grades, masks_truncated=self.sampling_plan.masks_truncated)
 
 

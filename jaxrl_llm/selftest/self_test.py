@@ -289,7 +289,7 @@ def _total_rewards(trial: Trial, rows: list[dict[str, Any]], texts: list[list[st
     """
     ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
     columns = {}
-    if trial.parts.environments:  # the columns of an episode of one turn, in which the environment measured 0
+    if trial.parts.recipe_summary.env:  # the columns of an episode of one turn, in which the environment measured 0
         columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
         columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
         columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]

@@ -184,13 +184,14 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, Any]:
     """Returns the means of the environments' metrics over the episodes of all processes; {} without environments."""
     if not distributed.exchange(rollouts.episodes != {}, LOG_CHANNEL)[0]:
         return {}
-    sums = {name: [float(x.sum()), x.size] for name, x in rollouts.episodes.items()}
+    # A metric is NaN where an agent has not measured it.
+    sums = {name: [float(np.nansum(x)), int(np.sum(~np.isnan(x)))] for name, x in rollouts.episodes.items()}
     policy_tokens, all_tokens = rollouts.loss_mask.sum(), rollouts.completion_mask.sum()
     sums |= {"policy_tokens": [float(policy_tokens), rollouts.truncated.size]}
     sums |= {"environment_tokens": [float(all_tokens - policy_tokens), rollouts.truncated.size]}
     pairs_of = gather_by_name(sums)
-    size = sum(count for _, count in pairs_of["policy_tokens"])
-    record = {f"episode/{name}": sum(total for total, _ in pairs) / size for name, pairs in pairs_of.items()}
+    totals = {name: np.sum(pairs, axis=0) for name, pairs in pairs_of.items()}
+    record = {f"episode/{name}": float(total / size) for name, (total, size) in totals.items() if size}
     seconds = record.pop("episode/seconds", 0.0)
     return record | {"time/environment": seconds}
 

@@ -8,6 +8,7 @@ A config names the functions of these files as "file.function". The arguments of
 | converter | `convert(row) -> row`, for the rows of a file; None drops the row |
 | reward | `fn(prompts, completions, **columns)`, TRL's signature |
 | environment | a class with `reset(row)` and `step(text)` (`protocol.py`) |
+| agent | `agent(endpoint, row)`, a function that calls the policy as a server (`agents.py`) |
 | tool | a function that a policy may call, whose docstring explains its arguments under `Args:` |
 
 Each argument of a reward has one entry per completion: the prompt (chat or text, as in the data), the completion (for
@@ -43,11 +44,19 @@ def _parameters(function: Any) -> list[str] | None:
     return list(inspect.signature(function).parameters) if inspect.isfunction(function) else None
 
 
+def owns_loop(kind: Any) -> bool:
+    """Returns whether a class that a section `env` names stands for agents (`tasks.agents`)."""
+    return getattr(kind, "owns_loop", False)
+
+
 HERE = sys.modules[__name__]
 SOURCES = Kind(HERE, lambda function: _parameters(function) == [])
 CONVERTERS = Kind(HERE, lambda function: _parameters(function) == ["row"])
 REWARDS = Kind(HERE, lambda function: bool({"completions", "completion_ids"} & set(_parameters(function) or ())))
-ENVIRONMENTS = Kind(HERE, lambda kind: inspect.isclass(kind) and hasattr(kind, "reset") and hasattr(kind, "step"))
+ENVIRONMENTS = Kind(
+    HERE, lambda kind: inspect.isclass(kind) and ((hasattr(kind, "reset") and hasattr(kind, "step")) or owns_loop(kind))
+)
+AGENTS = Kind(HERE, lambda function: _parameters(function) == ["endpoint", "row"])
 TOOLS = Kind(HERE, lambda function: inspect.isfunction(function) and "Args:" in (function.__doc__ or ""))
 ANSWERS = Kind(HERE, lambda function: _parameters(function) == ["text"])  # functions that find an answer in a text
 

@@ -98,9 +98,10 @@ def episodes(engine: Sampler, group: int = 4, *, temperature: float = 1.5, limit
     """Rollouts of episodes with `Echo`, at a temperature that makes them differ."""
     tokenizer = parts()[2]
     pool = EnvironmentPool(tokenizer, partial(Echo, **env), **limits)
-    return CompletionTask(pool.tokenizer, None, pool).sample(
+    _, rollouts = CompletionTask(pool.tokenizer, None, pool).sample(
         engine, prompts(), jax.random.key(seed), group, Sampling(temperature), "test"
     )
+    return rollouts
 
 
 def same(a, b) -> None:

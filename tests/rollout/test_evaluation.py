@@ -64,7 +64,7 @@ def by_batches() -> tuple[list, np.ndarray]:
     sampler, texts, scores = engine(at_once=0), [], []
     for start in (0, BATCH, PROBLEMS - BATCH):
         prompts = data.make_prompts(problems(), range(start, start + BATCH), 0)
-        graded = task().grade(prompts, task().sample(sampler, prompts, KEY, 1, GREEDY_PLAN.sampling, "test"))
+        graded = task().grade(*task().sample(sampler, prompts, KEY, 1, GREEDY_PLAN.sampling, "test"))
         scores += [*graded.rewards.total][len(texts) - start :]
         texts += graded.texts[len(texts) - start :]
     return texts, np.stack(scores)

@@ -287,7 +287,8 @@ def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server
     pool = EnvironmentPool(TOKENIZER, Echo, most=4, tokens=8, observation_tokens=10, workers=8, timeout=10.0)
     with connected(server, tmp_path=tmp_path, max_completion_tokens=24) as engine:
         engine.update_weights(params, 5)
-        rollouts = CompletionTask(pool.tokenizer, None, pool).sample(engine, prompts, KEY, G, Sampling(1.5), "test")
+        task = CompletionTask(pool.tokenizer, None, pool)
+        _, rollouts = task.sample(engine, prompts, KEY, G, Sampling(1.5), "test")
     assert gap(params, prompts, rollouts, Sampling(1.5)) < 1e-4
     turns = data.decode_turns(TOKENIZER, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     several = [one for group in turns for one in group if len(one) > 2]

@@ -26,11 +26,11 @@ from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.open_stream import NewTokens, OpenSequence
+from jaxrl_llm.rollout.serving.application import application
+from jaxrl_llm.rollout.serving.engine_thread import EngineThread
+from jaxrl_llm.rollout.serving.service import ServedModel, Service
 from jaxrl_llm.structs import Prompts
 from jaxrl_llm.tools.serve import __main__ as serve
-from jaxrl_llm.tools.serve.application import application
-from jaxrl_llm.tools.serve.engine_thread import EngineThread
-from jaxrl_llm.tools.serve.service import ServedModel, Service
 
 MODEL = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
 ROWS, WAITING, ROUND = 4, 24, 0.002

@@ -257,6 +257,7 @@ class Sampler:
             pad_id=self._pad_id,
             arrivals=arrivals,
             version=self._version,
+            device=self._device,
         )
 
     def programs(

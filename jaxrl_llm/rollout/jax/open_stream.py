@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from jaxrl_llm.rollout.episodes import AWAITS_ANSWER, ENDED, IN_TURN
@@ -71,6 +72,7 @@ class OpenStream(Stream):
     programs: CallPrograms  # pyright: ignore[reportIncompatibleVariableOverride]
     arrivals: Arrivals
     version: int  # version of the weights
+    device: Any = None  # device for arrays outside of the mesh; None = JAX's default device
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +88,10 @@ class OpenStream(Stream):
 
     def run(self) -> None:
         """Samples until `arrivals` ends the stream."""
+        with jax.default_device(self.device):
+            self._run()
+
+    def _run(self) -> None:
         cache = self.programs.empty_cache()
         while True:
             arrived = self.arrivals.take(len(self._free_rows) + len(self.idle), wait=not self.running)

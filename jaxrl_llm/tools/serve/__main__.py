@@ -84,7 +84,7 @@ def main() -> None:
     try:
         import uvicorn
 
-        from jaxrl_llm.tools.serve.application import application
+        from jaxrl_llm.rollout.serving.application import application
     except ImportError as error:
         raise UserError(f"jaxrl serve needs {error.name}: pip install 'jaxrl_llm[serve]'") from error
     start = time.perf_counter()
@@ -113,8 +113,8 @@ def main() -> None:
 
 def open_service(args: argparse.Namespace, folder: Path) -> Any:
     """Loads the model, and starts the engine's thread. Raises: UserError, naming the flag that does not fit."""
-    from jaxrl_llm.tools.serve.engine_thread import EngineThread
-    from jaxrl_llm.tools.serve.service import ServedModel, Service
+    from jaxrl_llm.rollout.serving.engine_thread import EngineThread
+    from jaxrl_llm.rollout.serving.service import ServedModel, Service
 
     mesh = meshes.make_mesh(data=1, fsdp=-1, tensor=1)
     model = hf.load_model(folder, mesh, dtype=args.dtype)

@@ -16,7 +16,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, script_calls, search_r1, shell, trl, verl
 from jaxrl_llm.tools.translate.outcome import TrainerTable, matches
 from jaxrl_llm.tools.translate.script import read_script
-from jaxrl_llm.tools.translate.shell import Command
+from jaxrl_llm.tools.translate.shell import ShellCommand
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
 
 # A key of any trainer.
@@ -183,7 +183,7 @@ def _name(word: str) -> str:
     return key.removeprefix("--").replace("-", "_").removeprefix("no_") if key.startswith("--") else key
 
 
-def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> documents.DocumentKeys | None:
+def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -> documents.DocumentKeys | None:
     """Returns the keys that a command of a shell script passes to a trainer; None if it starts no training.
 
     files: {name: text} of files that the script writes.

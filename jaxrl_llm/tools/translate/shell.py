@@ -36,7 +36,7 @@ Status: TypeAlias = bool | None
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A command of the script with its expanded words.
 
     positions: positions of its words in the script. variables: the variables that it sees, also NAME=value before it.
@@ -95,7 +95,7 @@ class ShellRun(ShellVariables):
     index: int = 0
     halted: str = ""
     functions: dict[str, int] = field(default_factory=dict)
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     nested_scripts: list[str] = field(default_factory=list)
@@ -397,7 +397,7 @@ class ShellRun(ShellVariables):
             return True
         own_variables = words[: len(words) - len(program)]
         _, variables = self.apart(lambda: self.declare(own_variables), self.variables)
-        status = self.run(Command(texts, tuple(word.position for word in program), variables))
+        status = self.run(ShellCommand(texts, tuple(word.position for word in program), variables))
         self.keep_text(texts, heredoc, output)
         return status
 
@@ -423,7 +423,7 @@ class ShellRun(ShellVariables):
             self.files[name] = self.files.get(name, "") * output.startswith(">>") + text
         self.followed_heredocs += [heredoc] if heredoc and (reads or writes) else []
 
-    def run(self, command: Command) -> Status:
+    def run(self, command: ShellCommand) -> Status:
         """Follows the builtins of the shell and functions of the script, and records any other command."""
         name, *rest = command.words
         if name in ("true", ":", "false"):

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxrl_llm.tools.serve.service import RequestError
+from jaxrl_llm.rollout.serving.service import RequestError
 
 MAX_BODY_BYTES = 2**23
 BODY_SECONDS = 10.0  # seconds in which a body must arrive

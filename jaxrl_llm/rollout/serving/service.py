@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from anyio.to_thread import run_sync
@@ -18,10 +18,10 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import encoding
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.jax.open_stream import MAX_NUMBER, NewTokens, OpenSequence
+from jaxrl_llm.rollout.serving.bodies import ChatBody, Drawing
+from jaxrl_llm.rollout.serving.choices import ServedChoice
+from jaxrl_llm.rollout.serving.engine_thread import FAILED, EngineThread, QueueFull
 from jaxrl_llm.rollout.traces import Trace, TraceCall
-from jaxrl_llm.tools.serve.bodies import ChatBody, Drawing
-from jaxrl_llm.tools.serve.choices import ServedChoice
-from jaxrl_llm.tools.serve.engine_thread import FAILED, EngineThread, QueueFull
 
 LOWEST_TEMPERATURE = 1e-4  # lower temperatures above 0 overflow
 MAX_TRACE_TOKENS = 2**22  # most prompt and completion tokens of a session
@@ -48,7 +48,15 @@ class ServedModel:
     max_sessions: int = 1024
 
 
-@dataclass
+class RequestPlan(NamedTuple):
+    """How the completions of a request are sampled."""
+
+    numbers: Sequence[int]  # number of each completion, for its random numbers
+    max_tokens: Sequence[int]  # most tokens of the completions of each prompt
+    temperature: float
+
+
+@dataclass(eq=False)
 class OpenSession:
     """The trace of one episode, and its running requests."""
 
@@ -92,19 +100,20 @@ class Service:
             raise RequestError(400, str(error).removeprefix("request row 1: ")) from None
 
     def sequences(
-        self, prompts: Sequence[list[int]], drawing: Drawing, limit: int | None, events: asyncio.Queue
+        self,
+        prompts: Sequence[list[int]],
+        drawing: Drawing,
+        limit: int | None,
+        events: asyncio.Queue,
+        session: OpenSession | None,
     ) -> list[OpenSequence]:
         """Returns the sequences of a request, prompt by prompt. `events` gets pairs of an index and new tokens.
 
-        limit: most tokens of a completion, None = as many as the server allows. Raises: RequestError.
+        limit: most tokens of a completion, None = as many as the server allows. session: None outside of a session.
+        Raises: RequestError.
         """
-        self._check(prompts, drawing, limit)
+        plan = self.plan(prompts, drawing, limit, session)
         loop, count = asyncio.get_running_loop(), len(prompts) * (drawing.n or 1)
-        first_number = self._next_number - count + 1 if drawing.seed is None else drawing.seed
-        if first_number < 0 or first_number + count - 1 > MAX_NUMBER:
-            raise RequestError(400, f"seed = {drawing.seed}: seed + completions must be at most {MAX_NUMBER}", "seed")
-        if drawing.seed is None:
-            self._next_number -= count
 
         def report(index: int, new: NewTokens) -> None:
             loop.call_soon_threadsafe(events.put_nowait, (index, new))
@@ -115,14 +124,39 @@ class Service:
         return [
             OpenSequence(
                 prompt=prompts[i // (drawing.n or 1)],
-                number=first_number + i,
-                max_tokens=limit or self.model.max_completion_tokens,
+                number=plan.numbers[i],
+                max_tokens=plan.max_tokens[i // (drawing.n or 1)],
                 report=partial(report, i),
-                temperature=1.0 if drawing.temperature is None else drawing.temperature,
+                temperature=plan.temperature,
                 stop_ids=stop_ids,
             )
             for i in range(count)
         ]
+
+    def plan(
+        self, prompts: Sequence[list[int]], drawing: Drawing, limit: int | None, session: OpenSession | None
+    ) -> RequestPlan:
+        """Returns how the completions of a request are sampled. The arguments are those of `sequences`.
+
+        Raises: RequestError.
+        """
+        self._check(prompts, drawing, limit)
+        count = len(prompts) * (drawing.n or 1)
+        first_number = self._next_number - count + 1 if drawing.seed is None else drawing.seed
+        if first_number < 0 or first_number + count - 1 > MAX_NUMBER:
+            raise RequestError(400, f"seed = {drawing.seed}: seed + completions must be at most {MAX_NUMBER}", "seed")
+        if drawing.seed is None:
+            self._next_number -= count
+        return RequestPlan(
+            numbers=range(first_number, first_number + count),
+            max_tokens=[limit or self.model.max_completion_tokens] * len(prompts),
+            temperature=1.0 if drawing.temperature is None else drawing.temperature,
+        )
+
+    def check_ids(self, prompt: list[int]) -> None:
+        """Raises: RequestError, for a token id that the model does not have."""
+        if max(prompt) >= self.model.vocab_size:
+            raise RequestError(400, f"token id {max(prompt)} must be below {self.model.vocab_size}")
 
     def _check(self, prompts: Sequence[list[int]], drawing: Drawing, limit: int | None) -> None:
         """Raises: RequestError, for a prompt or a setting that this server cannot honour."""
@@ -134,8 +168,7 @@ class Service:
                     f"the prompt has {len(prompt)} tokens, but must have 1 to {model.max_prompt_tokens} "
                     "(--max-prompt-tokens)",
                 )
-            if max(prompt) >= model.vocab_size:
-                raise RequestError(400, f"token id {max(prompt)} must be below {model.vocab_size}")
+            self.check_ids(prompt)
         if limit and limit > model.max_completion_tokens:
             raise RequestError(
                 400,
@@ -158,8 +191,8 @@ class Service:
                 )
 
     @asynccontextmanager
-    async def session(self, name: str | None) -> AsyncIterator[Trace | None]:
-        """Yields the trace to which a request adds its calls, None outside of a session. A new name starts one."""
+    async def session(self, name: str | None) -> AsyncIterator[OpenSession | None]:
+        """Yields the session to which a request adds its calls, None outside of one. A new name starts a session."""
         if name is None:
             yield None
             return
@@ -170,16 +203,21 @@ class Service:
             raise RequestError(413, f"session {name} has more than {MAX_TRACE_TOKENS} tokens: end it with DELETE")
         session.running += 1
         try:
-            yield session.trace
+            yield session
         finally:
             session.running -= 1
 
     async def sample(
-        self, sequences: list[OpenSequence], choices: list[ServedChoice], events: asyncio.Queue, trace: Trace | None
+        self,
+        sequences: list[OpenSequence],
+        choices: list[ServedChoice],
+        events: asyncio.Queue,
+        session: OpenSession | None,
     ) -> AsyncGenerator[ServedChoice]:
         """Samples the sequences into `choices`. Yields a choice whenever it has new tokens, until all have ended.
 
-        events: the queue of `sequences`; None in it says that the client has gone. trace: gets the finished calls.
+        events: the queue of `sequences`; None in it says that the client has gone. session: gets the finished
+        calls.
         Raises: RequestError. Sequences that have not ended are cancelled, also if the caller leaves.
         """
         try:
@@ -204,18 +242,20 @@ class Service:
                 if choice.end:
                     open_choices -= 1
                     self.engine.cancel([sequences[index]])
-                    self._record(sequences[index], choice, trace)
+                    self.record(sequences[index], choice, session)
                 yield choice
         finally:
             left = [sequence for sequence, choice in zip(sequences, choices, strict=True) if not choice.end]
             self.counts["cancelled"] += len(left)
             self.engine.cancel(left)
 
-    def _record(self, sequence: OpenSequence, choice: ServedChoice, trace: Trace | None) -> None:
-        """Counts a finished completion, and adds it to its trace."""
+    def record(self, sequence: OpenSequence, choice: ServedChoice, session: OpenSession | None) -> None:
+        """Counts a finished completion, and adds it to the trace of its session."""
         self.counts["completions"] += 1
         self.counts["prompt_tokens"] += len(sequence.prompt)
         self.counts["sampled_tokens"] += len(choice.tokens)
-        if trace is not None:
+        if session is not None:
             ids = tuple(sequence.prompt), tuple(choice.tokens)
-            self.counts["restarts"] += trace.add(TraceCall(*ids, tuple(choice.logprobs), tuple(choice.versions)))
+            self.counts["restarts"] += session.trace.add(
+                TraceCall(*ids, tuple(choice.logprobs), tuple(choice.versions))
+            )

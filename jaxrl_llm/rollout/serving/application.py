@@ -16,11 +16,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from jaxrl_llm import __version__
-from jaxrl_llm.tools.serve.answers import TextAnswer
-from jaxrl_llm.tools.serve.bodies import REASONS, ChatBody, CompletionBody, GenerateBody
-from jaxrl_llm.tools.serve.choices import ServedChoice
-from jaxrl_llm.tools.serve.gate import MAX_BODY_BYTES, Gate, error_response, watched
-from jaxrl_llm.tools.serve.service import RequestError, Service
+from jaxrl_llm.rollout.serving.answers import TextAnswer
+from jaxrl_llm.rollout.serving.bodies import REASONS, ChatBody, CompletionBody, GenerateBody
+from jaxrl_llm.rollout.serving.choices import ServedChoice
+from jaxrl_llm.rollout.serving.gate import MAX_BODY_BYTES, Gate, error_response, watched
+from jaxrl_llm.rollout.serving.service import RequestError, Service
 
 # Statuses of errors, for the OpenAPI schema.
 STATUSES: dict[int | str, dict[str, Any]] = {
@@ -43,9 +43,9 @@ async def respond(request: Request, service: Service, body: ChatBody | Completio
 
     async def sampled() -> AsyncGenerator[ServedChoice]:
         """Yields the choices with new tokens."""
-        async with watched(request) as events, service.session(session_name) as trace:
-            sequences = service.sequences(prompts, body, limit, events)
-            async with aclosing(service.sample(sequences, answer.choices, events, trace)) as updates:
+        async with watched(request) as events, service.session(session_name) as session:
+            sequences = service.sequences(prompts, body, limit, events, session)
+            async with aclosing(service.sample(sequences, answer.choices, events, session)) as updates:
                 async for choice in updates:
                     yield choice
 
@@ -89,9 +89,9 @@ async def generate(request: Request, service: Service, body: GenerateBody) -> An
         service.check_model(body.model)
     drawing, prompts = body.sampling_params, [body.token_ids]
     choices = [ServedChoice(i, service.model.tokenizer) for i in range(drawing.n or 1)]
-    async with watched(request) as events, service.session(request.path_params.get("session_id")) as trace:
-        sequences = service.sequences(prompts, drawing, drawing.max_tokens, events)
-        async for _ in service.sample(sequences, choices, events, trace):
+    async with watched(request) as events, service.session(request.path_params.get("session_id")) as session:
+        sequences = service.sequences(prompts, drawing, drawing.max_tokens, events, session)
+        async for _ in service.sample(sequences, choices, events, session):
             pass
     return {
         "request_id": body.request_id or uuid.uuid4().hex,

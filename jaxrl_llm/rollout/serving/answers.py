@@ -6,9 +6,9 @@ import time
 import uuid
 from typing import Any
 
-from jaxrl_llm.tools.serve.bodies import ChatBody, TextDrawing
-from jaxrl_llm.tools.serve.choices import ServedChoice
-from jaxrl_llm.tools.serve.service import Service
+from jaxrl_llm.rollout.serving.bodies import ChatBody, TextDrawing
+from jaxrl_llm.rollout.serving.choices import ServedChoice
+from jaxrl_llm.rollout.serving.service import Service
 
 
 class TextAnswer:

@@ -16,7 +16,7 @@ class QueueFull(Exception):
 
 
 class EngineThread:
-    """Runs an open stream. Only this thread starts programs of the engine."""
+    """Runs an open stream in a thread of its own or in the caller's. Only this thread starts programs of the engine."""
 
     def __init__(self, most_waiting: int):
         """most_waiting: most sequences that wait for a row."""
@@ -35,7 +35,13 @@ class EngineThread:
         self._thread.start()
 
     def warm_up(self, token: int) -> None:
-        """Samples two tokens after `token`, so that all programs are compiled. Raises: the error of the engine."""
+        """Waits until all programs are compiled. Raises: the error of the engine."""
+        self.start_warm_up(token).wait()
+        if self.error:
+            raise self.error
+
+    def start_warm_up(self, token: int) -> threading.Event:
+        """Orders two tokens after `token`, which need all programs. The event is set when they have been sampled."""
         ended = threading.Event()
 
         def report(new: NewTokens) -> None:
@@ -43,15 +49,27 @@ class EngineThread:
                 ended.set()
 
         self.submit([OpenSequence(prompt=[token], number=MAX_NUMBER, max_tokens=2, report=report)])
-        ended.wait()
+        return ended
+
+    def run(self, stream: OpenStream) -> None:
+        """Runs a stream whose arrivals are this object in the caller's thread, until `end`.
+
+        Raises: the error of the engine.
+        """
+        self._stream = stream
+        self._run(stream)
         if self.error:
             raise self.error
 
-    def close(self) -> None:
-        """Ends the thread after its current round."""
+    def end(self) -> None:
+        """Ends the stream after its current round."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Ends the stream and the thread that `start` has started."""
+        self.end()
         self._thread.join()
 
     @property

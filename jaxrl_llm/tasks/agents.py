@@ -1,0 +1,104 @@
+"""Agents that own their loop: they call the policy at an OpenAI-compatible address, and return a reward or None.
+
+A config names `agents.Function` or `agents.Command` in its section `env`. docs/agents.md shows both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from jaxrl_llm.config.names import marked
+from jaxrl_llm.config.schema import AtLeastOne, Field, MayChange, NotNegative
+from jaxrl_llm.errors import UserError
+
+NUMBER = "reward"  # metric of an episode with the number that an agent has returned
+CHANNEL = "reward_"  # beginning of the metrics with the values of a dict that an agent has returned
+UNSCORED = "unscored"  # metric of an episode: 1 if its agent has returned no number
+MAX_REWARD = 1e15  # larger rewards would overflow the squares of float32
+
+
+class AgentEndpoint(NamedTuple):
+    """Where an agent reaches the policy in its episode."""
+
+    base_url: str  # for `openai.OpenAI(base_url=..., api_key=...)`
+    api_key: str
+    model: str  # name of the model in requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """The limits of all agents."""
+
+    workers: AtLeastOne
+    timeout: MayChange[NotNegative]
+    calls: Annotated[int, Field(int, low=1, high=10_000)]
+
+
+@marked(owns_loop=True)
+@dataclass(frozen=True, kw_only=True)
+class Function(AgentSettings):
+    """An agent that is a function (endpoint, row) of the user, plain or async."""
+
+    agent: str
+
+
+@marked(owns_loop=True)
+@dataclass(frozen=True, kw_only=True)
+class Command(AgentSettings):
+    """An agent that is a program. It reads OPENAI_BASE_URL, OPENAI_API_KEY and the file JAXRL_ROW."""
+
+    command: str
+
+
+def reward(
+    completions: list[Any],
+    episode: list[dict[str, float]] | None = None,
+    *,
+    weights: dict[str, float] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """Returns what the agents have returned: a number, the weighted sum of a dict's values, or None.
+
+    weights: weight of each key of the dicts; a key without a weight is only logged. None: each key has the weight 1.
+    """
+    if episode is None:
+        return [None] * len(completions)
+    keys = {name.removeprefix(CHANNEL) for metrics in episode for name in metrics if name.startswith(CHANNEL)}
+    if weights and keys and not keys & weights.keys():
+        raise UserError(
+            f"config.reward.functions: agents.reward has weights for {', '.join(weights)}, but the agents return "
+            f"{', '.join(sorted(keys))}: name these keys in the weights"
+        )
+    return [_reward(metrics, weights) for metrics in episode]
+
+
+def _reward(metrics: Mapping[str, float], weights: Mapping[str, float] | None) -> float | None:
+    if UNSCORED not in metrics or metrics[UNSCORED]:
+        return None
+    weighed = {NUMBER: 1.0} | {
+        name: 1.0 if weights is None else weights.get(name.removeprefix(CHANNEL), 0.0)
+        for name in metrics
+        if name.startswith(CHANNEL)
+    }
+    return sum(weight * metrics[name] for name, weight in weighed.items() if math.isfinite(metrics.get(name, math.nan)))
+
+
+def verdict_metrics(verdict: Any) -> dict[str, float]:
+    """Returns the metrics of a verdict: a number, a dict of numbers, or None. A value None of a dict is left out.
+
+    Raises: TypeError, ValueError, for any other value.
+    """
+    if isinstance(verdict, Mapping):
+        numbers = {f"{CHANNEL}{key}": value for key, value in verdict.items() if value is not None}
+    else:
+        numbers = {} if verdict is None else {NUMBER: verdict}
+    for value in numbers.values():
+        # NumPy's and JAX's numbers have this method too. Text has none, so float("1") does not pass.
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"the agent returned {verdict!r:.80}: it must return a number, a dict of numbers, or None")
+        if not abs(float(value)) <= MAX_REWARD:
+            raise ValueError(f"the agent returned {verdict!r:.80}: a reward must be finite, at most {MAX_REWARD:g}")
+    return {name: float(value) for name, value in numbers.items()}
