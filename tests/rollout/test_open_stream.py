@@ -13,7 +13,7 @@ import tiny
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.open_stream import NewTokens, OpenSequence
+from jaxrl_llm.rollout.jax.open_stream import NewTokens, OpenSequence, StreamSession
 from jaxrl_llm.structs import Prompts
 
 LENGTH, STOPS, KEY = 40, (3, 4), 7
@@ -139,7 +139,7 @@ class Conversations:
     def __init__(self, count: int, turns: int, *, in_sessions: bool, added: Callable[[int], list[int]]):
         self.told, self.turns, self.in_sessions, self.added = {}, turns, in_sessions, added
         self.texts, self.asked = [prompt(i)[:2] for i in range(count)], [0] * count
-        self.order = random.Random(1)
+        self.order, self.sessions = random.Random(1), [StreamSession() for _ in range(count)]
 
     def take(self, most: int, *, wait: bool) -> list[OpenSequence] | None:
         ready = [i for i in range(len(self.texts)) if self.asked[i] < self.turns and self.has_ended(i)]
@@ -157,7 +157,7 @@ class Conversations:
         if turn := self.asked[i]:
             self.texts[i] = [*self.texts[i], *joined(self.told[self.number(i, turn - 1)])[0], *self.added(i)]
         self.asked[i] += 1
-        session = i if self.in_sessions else None
+        session = self.sessions[i] if self.in_sessions else None
         one = request(self.number(i, turn), self.told, max_tokens=2 + i % 3, stop_ids=frozenset(), session=session)
         one.prompt = self.texts[i]
         return one
@@ -212,3 +212,17 @@ def test_a_prompt_that_changes_a_token_of_its_session_begins_a_fresh_row():
     talks.next_request = changed
     _, stream = talk(talks, 4)
     assert stream.continued == 2 and len(stream.idle) == 2
+
+
+def test_a_session_that_has_ended_leaves_its_row_to_others():
+    talks = Conversations(4, 2, in_sessions=True, added=lambda i: [7])
+    usual = talks.take
+
+    def take(most: int, *, wait: bool) -> list[OpenSequence] | None:
+        for i, session in enumerate(talks.sessions[:3]):
+            session.has_ended = talks.asked[i] == 2 and talks.has_ended(i)
+        return usual(most, wait=wait)
+
+    talks.take = take
+    _, stream = talk(talks, 4)
+    assert stream.continued == 4 and len(stream._free_rows) >= 2 and talks.sessions[3] in stream.idle

@@ -31,7 +31,6 @@ class AgentSession(OpenSession):
     max_calls: int
     calls: int = 0  # completions that have begun
     was_cut: bool = False  # whether a limit of tokens or calls has cut it
-    has_ended: bool = False
     tree_tokens: int = 0  # tokens of the trace's tree
     common: np.ndarray | None = None  # beginning of all its prompts, at most P tokens
     texts: list[np.ndarray] = field(default_factory=list)  # tokens of each finished call

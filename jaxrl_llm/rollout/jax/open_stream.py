@@ -10,7 +10,7 @@ last sequence, it continues in the row of that one, and only the tokens behind t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,13 @@ class NewTokens:
 
 
 @dataclass(eq=False, kw_only=True)
+class StreamSession:
+    """A conversation of several sequences."""
+
+    has_ended: bool = False  # set by any thread; the stream frees the session's row before its next round
+
+
+@dataclass(eq=False, kw_only=True)
 class OpenSequence:
     """A completion that somebody outside of the trainer asks for."""
 
@@ -45,7 +52,7 @@ class OpenSequence:
     report: Callable[[NewTokens], None]  # gets the new tokens in the stream's thread; must return at once
     temperature: float = 1.0  # 0 = greedy
     stop_ids: frozenset[int] = field(default_factory=frozenset)  # tokens that end it
-    session: Hashable = None  # conversation that it belongs to; None = it has no later sequence
+    session: StreamSession | None = None  # None = no later sequence continues it
     cancelled: bool = False  # set by any thread; the stream frees the sequence's slot before its next round
 
 
@@ -80,7 +87,7 @@ class OpenStream(Stream):
         assert self.sizes.is_open and self.sizes.group_size == 1
         self.episodes.states[:] = ENDED
         self.running: dict[int, OpenSequence] = {}  # row of each sequence that has not ended
-        self.idle: dict[Hashable, int] = {}  # session -> row with its last sequence; the oldest first
+        self.idle: dict[StreamSession, int] = {}  # row with the last sequence of each session, the oldest first
         self.continued = 0  # number of sequences that continued in the row of an earlier one
         self._free_rows = list(range(rows))
         self._reported = [0] * rows  # number of a row's tokens that its sequence has been told
@@ -97,6 +104,7 @@ class OpenStream(Stream):
             arrived = self.arrivals.take(len(self._free_rows) + len(self.idle), wait=not self.running)
             if arrived is None:
                 return
+            self._free_ended_sessions()
             for sequence in arrived:
                 if not sequence.cancelled and not self._continue(sequence):
                     self._pending.append(self._open(sequence))
@@ -130,8 +138,8 @@ class OpenStream(Stream):
 
         Its tokens are the same either way, because its random numbers begin with the first token after its prompt.
         """
-        row = None if sequence.session is None else self.idle.get(sequence.session)
-        if row is None:
+        session = sequence.session
+        if session is None or (row := self.idle.get(session)) is None:
             return False
         episodes, start = self.episodes, int(self.episodes.lengths[row])
         text = [*self.prompts.tokens[row, self.prompts.mask[row]].tolist(), *episodes.tokens[row, :start].tolist()]
@@ -139,7 +147,7 @@ class OpenStream(Stream):
         end = start + len(added)
         if not added or sequence.prompt[: len(text)] != text or end + sequence.max_tokens > episodes.tokens.shape[1]:
             return False
-        del self.idle[sequence.session]
+        del self.idle[session]
         episodes.tokens[row, start:end], episodes.states[row] = added, IN_TURN
         episodes.lengths[row] = episodes.turn_start[row] = end
         episodes.max_tokens[row] = end + sequence.max_tokens
@@ -171,12 +179,16 @@ class OpenStream(Stream):
             del self.running[row]
             self._free_rows.append(row)
 
-    def _free_idle(self, session: Hashable) -> None:
+    def _free_idle(self, session: StreamSession) -> None:
         """Makes the row of an idle session free for others."""
         row = self.idle.pop(session)
         self.episodes.states[row] = ENDED
         self._retire_ended()
         self._free_rows.append(row)
+
+    def _free_ended_sessions(self) -> None:
+        for session in [session for session in self.idle if session.has_ended]:
+            self._free_idle(session)
 
     def _free_idle_pages(self) -> None:
         """Frees idle sessions, the oldest first, while the cache may have too few pages for the next round.
@@ -207,7 +219,7 @@ class OpenStream(Stream):
             self._reported[row] += len(tokens)
             sequence.report(NewTokens(tokens, logprobs, self.version, end))
 
-    def _end(self, row: int, session: Hashable) -> None:
+    def _end(self, row: int, session: StreamSession | None) -> None:
         """Ends the sequence of a row. A session keeps the row for its next sequence."""
         if session is None:
             self.episodes.states[row] = ENDED

@@ -210,7 +210,7 @@ def _session_routes(service: Service) -> APIRouter:
         final = trace_of(session_id)
         if final["running"]:
             raise RequestError(409, f"session {session_id} has {final['running']} running requests: wait for them")
-        del service.sessions[session_id]
+        service.sessions.pop(session_id).has_ended = True
         return final
 
     return router

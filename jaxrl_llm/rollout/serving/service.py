@@ -17,7 +17,7 @@ from anyio.to_thread import run_sync
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import encoding
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.jax.open_stream import MAX_NUMBER, NewTokens, OpenSequence
+from jaxrl_llm.rollout.jax.open_stream import MAX_NUMBER, NewTokens, OpenSequence, StreamSession
 from jaxrl_llm.rollout.serving.bodies import ChatBody, Drawing
 from jaxrl_llm.rollout.serving.choices import ServedChoice
 from jaxrl_llm.rollout.serving.engine_thread import FAILED, EngineThread, QueueFull
@@ -56,8 +56,8 @@ class RequestPlan(NamedTuple):
     temperature: float
 
 
-@dataclass(eq=False)
-class OpenSession:
+@dataclass(eq=False, kw_only=True)
+class OpenSession(StreamSession):
     """The trace of one episode, and its running requests."""
 
     trace: Trace = field(default_factory=Trace)
@@ -129,6 +129,7 @@ class Service:
                 report=partial(report, i),
                 temperature=plan.temperature,
                 stop_ids=stop_ids,
+                session=session,
             )
             for i in range(count)
         ]

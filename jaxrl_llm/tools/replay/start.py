@@ -148,10 +148,9 @@ def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLea
     Raises: UserError, if models, rows or code have changed since the run, or this machine cannot run it.
     """
     config = read_config(start.folder)
-    # The replay ends with the step, so that nothing is sampled for later steps, and it uses no logger. A config whose run
-    # ended with the warm-up of its critic would be refused.
-    critic = config.critic if "critic" in config else None
-    config.num_steps = max(start.step, critic.warmup_steps + 1 if critic else 0)
+    # The replay ends with the step, so that nothing is sampled for later steps, and it uses no logger. It does not end
+    # with the warm-up of a critic, because such a config is refused.
+    config.num_steps = max(start.step, flatten(config).get("critic.warmup_steps", 0) + 1)
     config.log.to, config.log.project, config.log.profile = (), "", ""
     # Files of samples replace the engine and the judge, which this machine may lack.
     checked = collected() if start.files else nullcontext()
