@@ -135,7 +135,7 @@ def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch
     """Otherwise the trees that the processes save would differ, and so would the columns of their rewards."""
     monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
     one = np.ones((B, G), np.float32)
-    batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one})
+    batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one}, finish=lambda: None)
     environments = SimpleNamespace(start_batch=lambda rows, group: batch)
     made = source(one > 1, SamplingPlan(G, Sampling(), greedy=True), environments)
     kept = transfers.to_host(made.to_checkpoint(made.sample(jax.random.key(0))))
