@@ -8,7 +8,6 @@ A config names the functions of these files as "file.function". The arguments of
 | converter | `convert(row) -> row`, for the rows of a file; None drops the row |
 | reward | `fn(prompts, completions, **columns)`, TRL's signature |
 | environment | a class with `reset(row)` and `step(text)` (`protocol.py`) |
-| agent | `agent(endpoint, row)`, a function that calls the policy as a server (`agents.py`) |
 | tool | a function that a policy may call, whose docstring explains its arguments under `Args:` |
 
 Each argument of a reward has one entry per completion: the prompt (chat or text, as in the data), the completion (for
@@ -56,7 +55,6 @@ REWARDS = Kind(HERE, lambda function: bool({"completions", "completion_ids"} & s
 ENVIRONMENTS = Kind(
     HERE, lambda kind: inspect.isclass(kind) and ((hasattr(kind, "reset") and hasattr(kind, "step")) or owns_loop(kind))
 )
-AGENTS = Kind(HERE, lambda function: _parameters(function) == ["endpoint", "row"])
 TOOLS = Kind(HERE, lambda function: inspect.isfunction(function) and "Args:" in (function.__doc__ or ""))
 ANSWERS = Kind(HERE, lambda function: _parameters(function) == ["text"])  # functions that find an answer in a text
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.config.names import resolve
+from jaxrl_llm.config.names import Kind, resolve
 from jaxrl_llm.errors import describe
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.agents.trees import episode_trees
@@ -29,6 +29,7 @@ from jaxrl_llm.tasks.agents import UNSCORED, AgentEndpoint, AgentSettings, Comma
 if TYPE_CHECKING:  # these modules need the extra `serve`
     from jaxrl_llm.rollout.agents.sessions import AgentSession
 
+AGENTS = Kind(tasks, lambda function: False)  # this package has no agents, so a config names the user's
 MODEL_NAME = "policy"  # name of the model in the requests of agents
 MAX_WAITING = 2**20  # completions that may wait for a row of the engine; limits of episodes bound them far below
 
@@ -45,7 +46,7 @@ class OpenEngine(Protocol):
 
 def agent_function(name: str) -> Callable[..., Any]:
     """Returns the agent that `config.env.agent` names. Raises: UserError, if it does not exist."""
-    return resolve(name, tasks.AGENTS, "config.env.agent")
+    return resolve(name, AGENTS, "config.env.agent")
 
 
 @dataclass(kw_only=True)
