@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.config.names import is_ours, own_name, resolve
+from jaxrl_llm.config.names import is_ours, own_name, resolve, split_call
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.errors import printable
@@ -33,6 +33,7 @@ SUPERVISED = 10
 UPDATES, UPDATES_WITH_CRITIC = 4, 16  # optimizer steps on a rollout; more give a warning
 # Up to this number of sequences per optimizer step, a published reward stayed flat (with a critic: it swung).
 SEQUENCES, SEQUENCES_WITH_CRITIC = 64, 128
+ENVIRONMENT_REWARD = "environment.reward"  # reward function that reads what an environment computes
 LONG = 10_000  # optimizer steps after which a published gradient norm climbed
 
 
@@ -252,6 +253,18 @@ def _task(source: str) -> str:
     return function.__module__ if is_ours(function, tasks.SOURCES) else ""
 
 
+def unread_reward(settings: RunSettings) -> Iterator[Finding]:
+    """Finds an environment whose own reward no reward function reads."""
+    assert settings.rl  # RULES lists rl among the inputs of this rule
+    env, functions = settings.rl.env, [split_call(text)[0] for text in settings.rl.reward.functions]
+    if env and hasattr(env.function, "finish") and ENVIRONMENT_REWARD not in functions:
+        yield Finding(
+            "note",
+            f"reward.functions = {', '.join(functions)} lacks {ENVIRONMENT_REWARD}",
+            f"the run ignores rewards that env.name = {env.name!r} computes itself",
+        )
+
+
 def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:
     """Finds a run that is to keep its best checkpoint, but has no evaluation."""
     if not settings.recipe.eval and settings.recipe.checkpoint.keep_best:
@@ -277,6 +290,7 @@ RULES: dict[SettingsRule, tuple[str, ...]] = {  # each rule, with the fields of 
     idle_clip: ("rl",),
     published: (),
     other_problems: (),
+    unread_reward: ("rl",),
     keeps_nothing: (),
     deterministic: ("platform",),
 }

@@ -38,7 +38,7 @@ from jaxrl_llm.selftest.trial import (
     trial_batch,
 )
 from jaxrl_llm.structs import Array, Batch, Rollouts
-from jaxrl_llm.tasks import PREFILL
+from jaxrl_llm.tasks import PREFILL, owns_loop
 
 # A bound such as KL is for float32, and its partner KL_ROUNDED is for other dtypes.
 # Bounds of the KL between equal weights in two programs. The KL is about half the squared difference of
@@ -250,6 +250,8 @@ def reward_sees(trial: Trial) -> CheckReport:
         cause, fix = "the self-test called the function", "make the function judge any text, also an empty one"
         return CheckReport("an error", (alarm("S5", "reward_fails", str(error), cause, fix),))
     if np.isnan(rewards).all():
+        if (env := trial.parts.recipe_summary.env) and owns_loop(env.function):
+            return skipped("the agents of the run reward their episodes, and no other function judges texts")
         evidence = f"no reward function returned a number for any of {rewards.size} completions"
         cause = f"{', '.join(map(str, reward.functions))}: a judge does not answer, or the rows lack a column"
         fix = "start the judge, or fix the data"

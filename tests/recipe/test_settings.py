@@ -120,6 +120,14 @@ def test_settings_of_published_failures_are_told(name, changes, rules, wording):
     wording("\n".join(lines))
 
 
+@pytest.mark.parametrize(("function", "ids"), [("search.exact_match", ["unread_reward"]), ("environment.reward", [])])
+def test_a_reward_of_an_environment_that_nobody_reads_is_noted(function, ids):
+    c = config.load(configs.FOLDER / "search_grpo.py")
+    c.env = ConfigDict({"name": "trl.Environments", "factory": "mine.Board"})
+    c.reward.functions, c.reward.weights = (function,), (1.0,)
+    assert [finding.id for finding in findings(RunSettings(recipes.read_either(c.lock()), SMALL, "cpu"))] == ids
+
+
 def test_a_clip_that_clips_nothing_is_noted_where_it_was_changed(wording):
     (line,) = said("grpo", loss__clip_high=0.28)
     assert line.startswith("note: ") and "loss.clip_high = 0.28" in line

@@ -89,11 +89,11 @@ def small(file: Path, model: Path, folder: Path) -> ConfigDict:
     if "critic" in c:
         c.critic.warmup_steps = c.critic.optim.warmup_steps = 0
         c.critic.optim.warmup_ratio = 0.0
-    if "env" in c:
+    if "turns" in c:
         c.env.url, c.env.corpus, c.rollout.max_completion_tokens = "", "encyclopedia.documents", 96
     if file.stem not in KEEP_THEIR_MODEL:
         c.model.path, c.data.source = str(model), str(write_rows(c, folder))
-        c.update_from_flattened_dict({"turns.tokens": 16, "turns.observation_tokens": 48} if "env" in c else {})
+        c.update_from_flattened_dict({"turns.tokens": 16, "turns.observation_tokens": 48} if "turns" in c else {})
     if "recipes" in file.parts:
         c.eval = load(file).eval
         c.eval.problems = 4
