@@ -194,7 +194,8 @@ class AgentPool:
         if not (episode.result.error or episode.session.trace.calls):
             # The reward of an agent that has not asked the policy would say nothing about the policy.
             episode.result = AgentResult({}, "it has not called the policy")
-        if episode.has_failed and not stopped.is_set():
+        # A run that stops fails the requests of its agents.
+        if episode.has_failed and not (stopped.is_set() or self._service.engine.error):
             warnings.warn(f"an agent failed: {episode.result.error}; episode/errors counts it", stacklevel=2)
 
     def _finish(self, prompts: Prompts, episodes: list[AgentEpisode], group_size: int) -> tuple[Prompts, Rollouts]:

@@ -21,7 +21,7 @@ class AgentServer:
         self._listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
             application(service),
-            log_level="error",
+            log_level="critical",  # because a server that stops cancels the requests of agents
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
