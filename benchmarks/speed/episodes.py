@@ -27,7 +27,7 @@ from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.episodes import IN_TURN, Episodes
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.protocol import Engine, EngineInputs, Environments
+from jaxrl_llm.rollout.protocol import Engine, EngineInputs, EpisodeEnvironments
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.tasks.protocol import Reply
 
@@ -56,7 +56,13 @@ class Anew:
         self._sampler, self._pad, self._stops = sampler, pad_id, stop_ids
 
     def sample(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        *,
+        group_size: int,
+        sampling: Sampling,
+        environments: EpisodeEnvironments,
     ) -> Rollouts:
         count = len(prompts.tokens) * group_size
         episodes = Episodes.empty(np.full(count, C), C, self._pad)
