@@ -112,7 +112,7 @@ def test_a_name_of_another_kind_is_refused_and_those_of_the_kind_are_told(refuse
 
 
 def test_each_function_of_a_task_is_offered_as_one_kind():
-    kinds = [offered(kind) for kind in vars(tasks).values() if isinstance(kind, Kind)]
+    kinds = [offered(kind) for kind in list(vars(tasks).values()) if isinstance(kind, Kind)]
     assert min(map(len, kinds)) > 1
     names = [name for kind in kinds for name in kind]
     assert len(names) == len(set(names))
