@@ -271,7 +271,9 @@ def make_run(
     cache_limit = cache_memory(
         recipe=recipe, models=models, learning=learning, mesh=sampler_mesh, states=states, memory=memory
     )
-    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, cache_limit) if in_trainer else None
+    # Agents call the engine with sizes of their own.
+    has_stream = in_trainer and not recipe.agents
+    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, cache_limit) if has_stream else None
     rows = banner.models_table(learning.scorers, learning.learners)
     terms = ["KL"] * bool(recipe.kl) + ["importance weights"] * recipe.weighs
     rows += banner.truncation_table(recipe.rollout.sampling, terms)
@@ -553,9 +555,9 @@ def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSumma
 def run_programs(
     recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, engine: Engine
 ) -> Iterator[Program]:
-    """Yields every program that a run may compile, for `--compile-only`."""
+    """Yields every program that a run may compile, for `--compile-only`, except those for requests of agents."""
     policy = learning.learners["policy"]
-    if isinstance(engine, Sampler):
+    if isinstance(engine, Sampler) and not recipe.agents:
         for batch in sampled_batches(recipe, inputs):
             params = policy.all_parameters(policy.shapes)
             yield from engine.programs(params, **batch)
