@@ -85,6 +85,7 @@ def images(width: int, tower: int) -> ConfigDict:
 TURNS = {"health.self_test": False} | {
     f"turns.{name}": 1 for name in ("most", "tokens", "observation_tokens", "workers")
 }
+UNCHECKED = {"kl": None, "health.self_test": False}
 SEARCHED = {"prompts_per_update": 1, "group_size": 2, "env.topk": 1, "rollout.max_completion_tokens": 1, "kl": None}
 RUNS = {
     "train": Run(
@@ -99,6 +100,10 @@ RUNS = {
         "EnvironmentPool.most EnvironmentPool.tokens EnvironmentPool.observation_tokens EnvironmentPool.workers"
         " Search.topk",
         lambda: shipped("search_grpo", **SEARCHED | TURNS),
+    ),
+    "agents": Run(
+        "AgentSettings.workers",
+        lambda: shipped("agent", **{"prompts_per_update": 1, "env.workers": 1, "env.calls": 1} | UNCHECKED),
     ),
     "sft": Run(
         "NewModelSettings.num_hidden_layers NewModelSettings.num_attention_heads NewModelSettings.intermediate_size"

@@ -340,17 +340,12 @@ def test_a_function_in_this_process_is_not_called_in_a_run(trial):
     assert "reward.timeout = 0" in judged(trial, lambda row, text: 1 / 0).text
 
 
-class Quiet:
-    """An environment that says nothing."""
-
-    schemas = ()
-
-
 def test_functions_that_ask_for_what_an_episode_measured_get_it(trial):
     """As in a run: environment.reward, and one that names a metric which this episode does not have."""
     names = ("environment.reward", "test_self_test.counted")
     judge = partial(RewardFn, names, (1.0, 1.0), 0, field="")
-    trial.parts = replace(trial.parts, open_reward_fn=judge, environments=Quiet())
+    summary = trial.parts.recipe_summary._replace(env=object())
+    trial.parts = replace(trial.parts, open_reward_fn=judge, recipe_summary=summary)
     assert findings(self_test.reward_sees(trial)) == ["reward_blind"]  # both are 0 of every text
 
 
