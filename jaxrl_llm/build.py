@@ -191,7 +191,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
     prepare_rows = environments.prepare_rows if environments else list
     dataset = data.load(recipe.data, tokenizer, tools, images, prepare_rows)
-    sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images, prepare_rows)
+    sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images, prepare_rows=prepare_rows)
     functions, episodes = recipe.reward.functions, recipe.env is not None
     if recipe.rl and recipe.rl.agents:
         fit.check_agents(recipe.rl, dataset)

@@ -191,7 +191,7 @@ def load_eval_sets(
 ) -> dict[str, Dataset]:
     """Loads all evaluation sets, by their sections of the config. Raises: UserError, as `load_held_out`."""
     return {
-        section: load_held_out(problems, settings, tokenizer, tools, images, prepare_rows, section=section)
+        section: load_held_out(problems, settings, tokenizer, tools, images, prepare_rows=prepare_rows, section=section)
         for section, problems in eval_sets.items()
     }
 

@@ -131,7 +131,14 @@ class CompletionTask:
         """
         if self.agents:
             open_engine = cast(OpenEngine, engine)
-            return self.agents.sample(open_engine, prompts, key, group_size, sampling.temperature, report_ended)
+            return self.agents.sample(
+                open_engine,
+                prompts,
+                key,
+                group_size=group_size,
+                temperature=sampling.temperature,
+                report_ended=report_ended,
+            )
         batch = self.environments.start_batch(prompts.rows, group_size) if self.environments else None
         rollouts = engine.sample(
             prompts, key, group_size=group_size, sampling=sampling, environments=batch, report_ended=report_ended

@@ -219,11 +219,8 @@ def decode(
     has, it works on copies of them.
     """
     mesh, indices = group_sampling.mesh, rows.indices
-    reads_all = rows.prompt_places.shape[1] == cache.prompts[0].keys.shape[2]
-    prompts = cache.prompts if reads_all else _copy_prompts(model, mesh, cache.prompts, rows.prompt_places)
     attention_mask = AttentionMask(model, indices, cache.pages[0].keys.shape[-1])
-    scores = score_memory(model, mesh, cache.pages[0], indices)
-    layers = [LayerCache(*layer, scores) for layer in zip(prompts, cache.pages, strict=True)]
+    layers = _decoding_layers(model, mesh, cache, rows.prompt_places, indices)
 
     def continues(loop_state: tuple) -> Array:
         t, running, *_ = loop_state
@@ -278,11 +275,8 @@ def decode_drafts(
     mesh, drafted = group_sampling.mesh, rows.drafts.shape[-1] - ROUND_TOKENS
     width, (d, slots) = drafted + 1, rows.length.shape
     indices = _with_rows_for_drafts(rows.indices, width)
-    reads_all = rows.prompt_places.shape[1] == cache.prompts[0].keys.shape[2]
-    prompts = cache.prompts if reads_all else _copy_prompts(model, mesh, cache.prompts, rows.prompt_places)
     attention_mask = AttentionMask(model, indices, cache.pages[0].keys.shape[-1])
-    scores = score_memory(model, mesh, cache.pages[0], indices)
-    layers = [LayerCache(*layer, scores) for layer in zip(prompts, cache.pages, strict=True)]
+    layers = _decoding_layers(model, mesh, cache, rows.prompt_places, indices)
     last_page, page_count = indices.page_table.shape[2] - 1, cache.pages[0].keys.shape[2]
     limit = jnp.minimum(rows.limit, rows.length + ROUND_TOKENS)
     known = jnp.pad(rows.known_tokens, ((0, 0), (0, 0), (0, width)), constant_values=-1)
@@ -363,6 +357,16 @@ def _with_rows_for_drafts(indices: CacheIndices, width: int) -> CacheIndices:
         prompt_members=members.reshape(*members.shape[:2], -1),
         member_index=member_index.reshape(len(member_index), -1),
     )
+
+
+def _decoding_layers(
+    model: Decoder, mesh: Mesh, cache: Cache, prompt_places: Array, indices: CacheIndices
+) -> list[LayerCache]:
+    """Returns what a decode program reads and writes of each layer. prompt_places: as in `RoundRows`."""
+    reads_all = prompt_places.shape[1] == cache.prompts[0].keys.shape[2]
+    prompts = cache.prompts if reads_all else _copy_prompts(model, mesh, cache.prompts, prompt_places)
+    scores = score_memory(model, mesh, cache.pages[0], indices)
+    return [LayerCache(*layer, scores) for layer in zip(prompts, cache.pages, strict=True)]
 
 
 def _copy_prompts(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array) -> list[Pages]:

@@ -16,8 +16,8 @@ ROUND_TOKENS = 32  # most tokens that a decode round samples per sequence before
 PREFILL_TOKENS = 2**14  # prompt tokens of a prefill on one device: enough to be fast, few enough for the memory
 USABLE_MEMORY = 0.85  # share of a device's memory for weights, states and cache; the rest is for temporary arrays
 DRAFT_PASSES = 8  # most passes of a decode round with drafts, after which the host looks for better ones
-# Most tokens that a pass with drafts computes on a device, with a kernel for pages (an accelerator) and without. For
-# fewer tokens, the time of a pass is that of reading the weights.
+# Most tokens that a pass with drafts computes on a device, with a kernel for pages (an accelerator) and without. With
+# more tokens, a pass computes for longer than it reads weights. The bounds are not calibrated.
 DRAFT_ROWS = {True: 256, False: 64}
 CHUNK_TOKENS = (32, 128)  # widths of the two programs that write observations into pages
 MAX_SMALL_CHUNKS = 3  # this many small chunks cost less than a large chunk that is partly empty
