@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -487,10 +488,12 @@ def save_small_arrays_whole() -> None:
 
 
 def quieten_orbax() -> None:
-    """Hides the tracebacks that Orbax logs and tensorstore's threads print, because this package reports the errors."""
+    """Hides what Orbax and tensorstore's threads print after an error, because this package reports the errors."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_not_from_orbax)
     sys.unraisablehook = _report_unless_tensorstore
+    # A full disk ends the gathering of a save's writes, of which some have not begun.
+    warnings.filterwarnings("ignore", "coroutine '.*write_fragment' was never awaited", RuntimeWarning)
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:

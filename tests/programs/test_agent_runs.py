@@ -49,7 +49,9 @@ def test_a_run_with_agents_resumes_with_the_numbers_of_one_without_a_stop(tmp_pa
         next(records)  # now step 2 is done, and a lag has sampled the batch of step 3
         with pytest.raises(ValueError, match="stop"):
             records.throw(ValueError("stop"))  # pyright: ignore[reportAttributeAccessIssue]
-        assert numbers(list(steps(config, tmp_path / f"run {lag}")))[-1:] == numbers(whole[-1:])
+        (resumed,), (expected,) = numbers(list(steps(config, tmp_path / f"run {lag}")))[-1:], numbers(whole[-1:])
+        # The times of requests decide which programs compute them, so log-probabilities may differ in their last bits.
+        assert resumed == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def thinking(endpoint: Any, row: dict[str, Any]) -> dict[str, float]:

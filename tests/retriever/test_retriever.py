@@ -496,7 +496,8 @@ def test_a_server_that_is_away_and_comes_back_loses_no_run(tmp_path):
     server, errors = ThreadingHTTPServer(("127.0.0.1", 0), handler), []
     port = server.server_port
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    for record in steps(searching(f"http://127.0.0.1:{port}", num_steps=6), tmp_path):
+    patient = {"env.timeout": 30.0}  # a busy machine answers late, and a dead server refuses at once
+    for record in steps(searching(f"http://127.0.0.1:{port}", num_steps=6, **patient), tmp_path):
         errors.append(record["episode/errors"])
         if record["step"] == 2:
             server.shutdown()
