@@ -347,9 +347,11 @@ def load_tokenizer(folder: Path) -> Any:
     text by Qwen's rules, so a model with another tokenizer, such as a distilled one, would get wrong token ids.
     Raises: UserError, if the folder has no tokenizer, or an incomplete one.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
 
-    tokenizer_class = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    # An access to AutoTokenizer imports PyTorch where it is installed, for two seconds.
+    is_fast = (folder / "tokenizer.json").is_file()
+    tokenizer_class = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
     try:
         tokenizer = tokenizer_class.from_pretrained(str(folder))
     # transformers raises many types here, and all of them concern the folder's files.
