@@ -79,7 +79,7 @@ def call_reward(
     if not isinstance(values, list) or len(values) != len(texts):
         raise UserError(
             f"reward function {name} returned {_describe_result(returned, values)} for {len(texts)} completions; "
-            "it must return a list with one number for each, and the first is "
+            "it must return a list with one number for each; the first of these completions is "
             f"{_describe_completion(rows[0], texts[0])}"
         )
     numbers = [_checked_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]

@@ -87,9 +87,9 @@ def _chosen(text: str) -> str:
     # The first letter of a text that lists several options line by line is no choice.
     if beginning and len(set(LINES.findall(text))) < 2:
         return beginning[1]
-    supposed = _stated(plain, FORMS, supposed=True)
-    if supposed is not None:
-        return supposed
+    hypothetical_letter = _stated(plain, FORMS, supposed=True)
+    if hypothetical_letter is not None:
+        return hypothetical_letter
     brackets = BRACKETS.findall(plain)
     return brackets[-1] if brackets else ""
 

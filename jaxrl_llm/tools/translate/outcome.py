@@ -124,12 +124,12 @@ class TrainerTable:
     version: str  # version that the table describes
     rules: dict[str, Rule]  # rules of exact keys first, then of patterns; the first match wins
     defaults: dict[str, Any]  # defaults of the keys that have an effect on training
-    base: Callable[[Keys], str]  # name of the config of jaxrl_llm that a translation changes
+    base: Callable[[Keys], str]  # name of the jaxrl_llm config from which a translation starts, such as "grpo"
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {key: fields that it decides}
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
-    older: tuple[Version, ...] = ()  # the first version that shows in a key of the file applies
-    patches: tuple[Version, ...] = ()  # each that shows in a key of the file applies too, such as Unsloth's defaults
+    older: tuple[Version, ...] = ()  # the first one with one of its `only_keys` in the file applies
+    patches: tuple[Version, ...] = ()  # such as Unsloth; each one with one of its `only_keys` in the file applies too
     absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
     def knows(self, key: str) -> bool:
@@ -175,7 +175,7 @@ class Translation:
     """A translated file. outcomes: {key of the file: outcome}; defaults: {key that the file does not have: outcome}."""
 
     table: TrainerTable
-    base: str  # jaxrl_llm config that the translation changes, such as "grpo"
+    base: str  # jaxrl_llm config from which the translation starts, such as "grpo"
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
     notes: tuple[str, ...] = ()  # sentences about the version that the file is for

@@ -103,11 +103,11 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
     named = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
     best = max((trl.TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
     if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
-        first_keys = ", ".join(list(keys)[:3])
-        first_lost = f"; not read as a setting: {lost[0]}" if lost else ""
+        first_keys = f"its first keys are {', '.join(list(keys)[:3])}" if keys else "it has no keys"
+        unread_line = f"; this line was not read as a setting: {lost[0]}" if lost else ""
         raise UserError(
-            f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1: its keys are {first_keys or 'none'} ..."
-            f"{first_lost}. Name a config or script of one of these trainers"
+            f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1 ({first_keys}{unread_line}): name a config or "
+            "script of one of these trainers"
         )
     return best
 
@@ -139,9 +139,10 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
         kind, values, of_program, notes = read_script(Path(f"the Python code in {path}"), program)
         return documents.DocumentKeys(values, of_program, [*script.notes, *notes], program=kind)
     if not rounds:
-        first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
+        unreached_line = f" that runs ({lost[0]} belongs to no command that runs)" if lost else ""
         raise UserError(
-            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{first_lost}: name a script that has one"
+            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{unreached_line}: name a script that has "
+            "such a command"
         )
     lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
     # `merge_rounds` makes keys unread that the rounds of a loop set to different values.
@@ -155,8 +156,8 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     keys: keys of the training command. A command whose first word is such a key is a part of the training command that
     a comment has cut off.
     """
-    whole = [command for command in script.commands if not _like_keys(command.words[0])]
-    reached = script.patterns.union(*(command.positions for command in whole))
+    whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
+    reached = script.patterns.union(*(command.positions for command in whole_commands))
     found: list[tuple[int, list[str]]] = []
     for word in [word for word in script.lexer.words if word.position not in reached]:
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
