@@ -33,7 +33,7 @@ class CallText(NamedTuple):
     start: int
     end: int
     calls: list[Call] | None  # None if the text is no valid call
-    content: str  # what was read
+    content: str  # text of the calls, without their opening
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class CallForm:
 
     def rewrite(self, text: str, types: Types) -> str:
         """Returns a turn with all its calls in the form that environments read."""
-        parts, place = list[str](), 0
+        parts, part_start = list[str](), 0
         for part in self.find(text, types):
             bodies = [part.content] if part.calls is None else map(json.dumps, part.calls)
-            parts += [text[place : part.start], *(f"<tool_call>{body}</tool_call>" for body in bodies)]
-            place = part.end
-        return "".join([*parts, text[place:]])
+            parts += [text[part_start : part.start], *(f"<tool_call>{body}</tool_call>" for body in bodies)]
+            part_start = part.end
+        return "".join([*parts, text[part_start:]])
 
 
 def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
@@ -77,7 +77,7 @@ def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
 
 
 def choose_form(tokenizer: Any, template_args: Mapping[str, Any]) -> CallForm:
-    """Returns the form in which a chat template writes calls. Raises: UserError, if no known form is this one."""
+    """Returns the form in which a chat template writes calls. Raises: UserError, if the form is not in FORMS."""
     function = {"type": "function", "id": "000000000", "function": PROBE}
     messages = [
         {"role": "user", "content": QUESTION},

@@ -88,8 +88,8 @@ class GroupReplacement(NamedTuple):
 def align_metrics(rollouts: Rollouts, channel: str) -> Rollouts:
     """Returns rollouts with the episode metrics of all processes; a metric that this process lacks is 0.
 
-    So reward functions get the same columns with any number of processes, and checkpoints the same arrays. channel:
-    channel of `distributed.exchange`.
+    So reward functions get the same columns with any number of processes, and checkpoints the same arrays.
+    channel: name of the exchange between the processes, such as SAMPLING; threads that exchange use different names.
     """
     names = distributed.exchange([*rollouts.episodes], channel)
     return rollouts.measured(sorted({*chain(*names)}))
@@ -126,8 +126,8 @@ class CompletionTask:
     ) -> tuple[Prompts, Rollouts]:
         """Samples completions of a single turn, or episodes if the task has environments or agents.
 
-        Returns the prompts too, because agents write prompts of their own. channel: argument of `align_metrics`.
-        report_ended: argument of `Engine.sample`.
+        Returns the prompts too, because agents write prompts of their own. channel: name of the exchange of metrics
+        between processes, for `align_metrics`. report_ended: argument of `Engine.sample`.
         """
         if self.agents:
             open_engine = cast(OpenEngine, engine)
@@ -176,7 +176,7 @@ class CompletionTask:
     ) -> FirstCompleteGroups:
         """Samples until `wanted_groups` groups are complete, `required_groups` among them.
 
-        channel: argument of `align_metrics`.
+        channel: name of the exchange of metrics between processes, for `align_metrics`.
         """
         first = engine.sample_first(
             in_flight, key, sampling=sampling, wanted_groups=wanted_groups, required_groups=required_groups

@@ -72,7 +72,7 @@ class CountedCalls:
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
         """Returns the first tokens [d, n, G] of groups."""
-        place, number = np.asarray(prompts.place), np.asarray(prompts.number)
+        place, number = np.asarray(prompts.cache_place), np.asarray(prompts.completion_number)
         usage = self.usage[prompts_name(place.shape[1], self.sizes, first=cache is None)]
         usage.calls += 1
         usage.tokens += self.sizes.group_size * int(np.sum(place < self.sizes.prompts))
