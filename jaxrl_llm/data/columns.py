@@ -50,7 +50,7 @@ class ColumnRequirement(NamedTuple):
     function: str  # name of the reward function
     columns: tuple[str, ...]
     abstains: bool  # whether the function abstains without the column, as the functions of this package do
-    reader: Callable[[Any], Any] | None = None  # raises ValueError for a value that the function refuses
+    reader: Callable[[Any], Any] | None = None  # parses a value; raises ValueError if the function refuses the value
 
     def __str__(self) -> str:
         *first_columns, last = map(repr, self.columns)
@@ -67,13 +67,14 @@ def column_requirements(functions: Sequence[str], *, episodes: bool) -> list[Col
     requirements = []
     for text in functions:
         function, (name, _) = bound(text), split_call(text)
-        # A partial holds the arguments of the config around the function.
-        plain = getattr(function, "func", function)
-        ours, readers = is_ours(plain, REWARDS), getattr(plain, "reads", {})
+        # A partial holds the arguments of the config around the function. Decorators in `jaxrl_llm.tasks` set `reads`
+        # {column: reader}, `asks` (function that lists columns) and `any_of` (columns of which a row needs one).
+        plain_function = getattr(function, "func", function)
+        ours, readers = is_ours(plain_function, REWARDS), getattr(plain_function, "reads", {})
         columns = _column_arguments(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
         required = [column for column, has_default in columns.items() if not has_default]
         requirements += [ColumnRequirement(name, (column,), ours, readers.get(column)) for column in required]
-        if list_columns := getattr(plain, "asks", None):
+        if list_columns := getattr(plain_function, "asks", None):
             # A column without a reader is shown to the function as it is, also None.
             listed = list_columns(**getattr(function, "keywords", {}))
             requirements += [
@@ -81,7 +82,8 @@ def column_requirements(functions: Sequence[str], *, episodes: bool) -> list[Col
                 for column in sorted(listed)
             ]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
-        if any_of := getattr(plain, "any_of", optional if ours and not required else ()):
+        default_any_of = optional if ours and not required else ()
+        if any_of := getattr(plain_function, "any_of", default_any_of):
             requirements.append(ColumnRequirement(name, any_of, ours))
     return requirements
 
@@ -102,12 +104,14 @@ def _column_arguments(function: Callable[..., Any], other_arguments: set[str]) -
 def check(
     dataset: Dataset, functions: Sequence[str], section: str, *, episodes: bool = False, convert: str = ""
 ) -> Dataset:
-    """Returns a data set with notes on the rows without a column that a reward function needs, by source of a mixture.
+    """Returns a data set with notes on rows that lack a column which a reward function needs.
+
+    Each source of a mixture gets its own note.
 
     section: "data", section of an evaluation set, or "" for a command line; episodes: whether the config has an
     environment; convert: name of the rows' convert function, "" if none.
-    Raises: UserError, naming the function and a remedy, if no row has the column, if all values are empty for a
-    function that then abstains, or if the function refuses a value.
+    Raises: UserError, naming the function and a remedy, if no row has the column, if the column is empty in all rows
+    for a function that abstains on empty values, or if the function refuses a value.
     """
     parts = dataset.parts or {"": range(len(dataset.rows))}
     # {columns: {source: indices of rows without them}}. Rows are searched once for each set of columns, because several
@@ -117,7 +121,7 @@ def check(
     for requirement in column_requirements(functions, episodes=episodes):
         columns = requirement.columns
         if columns not in empty_rows:
-            empty_rows[columns] = {name: _rows_without(dataset.rows, part, columns) for name, part in parts.items()}
+            empty_rows[columns] = {source: _rows_without(dataset.rows, part, columns) for source, part in parts.items()}
         empty_by_source = empty_rows[columns]
         count = sum(map(len, empty_by_source.values()))
         has_column = any(column in row for row in dataset.rows for column in columns) if count else True
@@ -125,10 +129,10 @@ def check(
             raise UserError(_missing_column(requirement, dataset, section, convert, has_column=has_column))
         if requirement.reader:
             _check_readable(requirement, set(chain(*empty_by_source.values())), dataset, section)
-        for name, rows in empty_by_source.items():
-            if rows:
-                note = _note(requirement, rows, parts[name], dataset, name)
-                value = dataset.rows[rows[0]].get(columns[0])
+        for source, row_indices in empty_by_source.items():
+            if row_indices:
+                note = _note(requirement, row_indices, parts[source], dataset, source)
+                value = dataset.rows[row_indices[0]].get(columns[0])
                 effect = "abstains" if requirement.abstains else f"gets {value!r}"
                 effects.setdefault(note, []).append(f"{requirement.function} {effect}")
     lines = [f"{note}: {', '.join(effects_of_note)}" for note, effects_of_note in effects.items()]

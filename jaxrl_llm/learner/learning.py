@@ -55,7 +55,7 @@ class Models:
 
 def describe_models(
     start: ModelSettings,
-    adapters: Call | None,
+    adapter_kind: Call | None,
     paths: Mapping[str, str],
     mesh: Mesh,
     folder: Path,
@@ -64,9 +64,9 @@ def describe_models(
 ) -> Models:
     """Finds the models of a run. folder: folder of the policy.
 
-    start: config.model. adapters: kind of adapters, None if all parameters learn. paths: folders or hub ids of the
-    other models, by section of the config; "" = no model. weights: whether the run will read weights, so that folders
-    must have them. Raises: UserError, if a folder or model cannot be used.
+    start: config.model. adapter_kind: makes the kind of adapters, None if all parameters learn. paths: folders or hub
+    ids of the other models, by section of the config; "" = no model. weights: whether the run will read weights, so
+    that folders must have them. Raises: UserError, if a folder or model cannot be used.
     """
     other_folders = {
         name: hf.find_checkpoint(path, f"config.{name}.path", weights=weights) for name, path in paths.items() if path
@@ -84,8 +84,8 @@ def describe_models(
         folder=folder,
         model=model,
         other_folders=other_folders,
-        adapters=model.adapters(adapters()) if adapters else None,
-        frozen_tower=start.vision == "frozen" and not adapters,
+        adapters=model.adapters(adapter_kind()) if adapter_kind else None,
+        frozen_tower=start.vision == "frozen" and not adapter_kind,
     )
 
 
@@ -101,11 +101,12 @@ def load_frozen_base(models: Models) -> PyTree:
     return None
 
 
-def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> LearnerParameters:
+def policy_parameters(models: Models, load_learned: Callable[[], PyTree], base: PyTree, seed: int) -> LearnerParameters:
     """Returns the policy's parameters: which of them learn, and their first values.
 
-    If the policy has adapters, only the adapters learn. params(): returns the first values of the parameters that learn
-    if the policy has no adapters. base: parameters that do not learn, None if all learn. seed: seed of new adapters.
+    If the policy has adapters, only the adapters learn. load_learned(): returns the first values of the parameters
+    that learn; it is not called for a policy with adapters. base: parameters that do not learn, None if all learn.
+    seed: seed of new adapters.
     """
     if not (adapters := models.adapters):
         shapes = models.model.shapes
@@ -113,7 +114,7 @@ def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree
         frozen_base = (
             FrozenBase(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
         )
-        return LearnerParameters({name: shapes[name] for name in models.parts}, params, frozen_base)
+        return LearnerParameters({name: shapes[name] for name in models.parts}, load_learned, frozen_base)
     place = sharding.shardings(adapters.shapes, models.mesh)
 
     def first_adapters() -> PyTree:
@@ -244,7 +245,7 @@ class Learning(TrainedModels):
     def compile(self, shape_cache: ShapeCache, states: States, plain: Batch, batch: Batch, rows: AnyArray) -> None:
         """Compiles scoring and learning for this batch's shape, and in the background for the shapes that come next.
 
-        plain: batch before scoring and credit. batch: batch of an update on the prompts `rows`.
+        plain: batch before scoring and credit. batch: batch of an update on the prompts with the indices `rows`.
         Raises: UserError, if a program does not fit the memory.
         """
         states, plain, batch, rows = abstract((states, plain, batch, rows))
