@@ -134,7 +134,7 @@ def _adapter_error(folder: Path, path: str, field: str) -> str:
 
 
 def _merge_remedy(folder: Path) -> str:
-    """Returns how to merge the veRL FSDP shards in or beside a folder; "" if the folder has no such shards."""
+    """Returns how to merge the veRL FSDP shards in or beside a folder, as the end of an error; "" without shards."""
     for candidate in (folder, folder / "actor", folder.parent):
         if any(candidate.glob("model_world_size_*_rank_*.pt")):
             command = f"python -m verl.model_merger merge --backend fsdp --local_dir {shlex.quote(str(candidate))}"
@@ -497,9 +497,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / index_name).is_file() and any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has no {index_name}, which names the file of each tensor: download it again")
     if not (folder / index_name).is_file():
-        raise UserError(
-            f"{folder} {_merge_remedy(folder) or f'has no model.safetensors: {_conversion_remedy(folder)}'}"
-        )
+        if merge_remedy := _merge_remedy(folder):
+            raise UserError(f"{folder} {merge_remedy}")
+        raise UserError(f"{folder} has no model.safetensors: {_conversion_remedy(folder)}")
     files = [folder / name for name in sorted(set(read_config(folder, index_name).get("weight_map", {}).values()))]
     for file in files:
         if not file.is_file():

@@ -73,8 +73,9 @@ def check_sandbox() -> None:
         raise NoSandbox(f"this system is {sys.platform}")
     try:
         seccomp_filter()
-    except KeyError as machine:
-        raise NoSandbox(f"the filter of system calls supports x86_64 and aarch64, not {machine.args[0]}") from None
+    except KeyError as error:
+        machine = error.args[0]
+        raise NoSandbox(f"the filter of system calls supports x86_64 and aarch64, not {machine}") from None
     if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
         raise NoSandbox("the kernel does not list the children of a process (CONFIG_PROC_CHILDREN)")
     # Run an empty program, because an administrator's restrictions show only when bwrap runs.

@@ -302,7 +302,7 @@ def _total_rewards(trial: Trial, rows: list[dict[str, Any]], texts: list[list[st
 def stop_is_learned(trial: Trial) -> CheckReport:
     """S6: prompts end with the generation prompt; completions can stop, and their stop tokens are trained."""
     rollouts, stops, limit = trial.rollouts, trial.parts.stop_ids, trial.parts.learning.sizes.max_completion_tokens
-    findings = list(_generation_prompt(trial))
+    findings = list(_check_generation_prompt(trial))
     if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
         fix = "add eos_token_id to the model's generation_config.json"
         evidence = f"stop tokens {list(stops)}, none in the vocabulary"
@@ -514,7 +514,7 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
     return metrics(trial.policy, replace(trial.batch, packed_index=None))
 
 
-def _generation_prompt(trial: Trial) -> Iterator[Finding]:
+def _check_generation_prompt(trial: Trial) -> Iterator[Finding]:
     """Yields a finding if the first prompt does not end with the generation prompt of the chat template."""
     prompt, tokenizer = trial.parts.dataset.rows[0]["prompt"], trial.parts.tokenizer
     if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or the answer has begun already

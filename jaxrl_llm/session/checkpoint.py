@@ -270,7 +270,9 @@ class Checkpoints:
         self._remove_steps([step for step in steps if step not in self._steps_to_keep(steps)])
 
     def tidy_bucket(self) -> None:
-        """Deletes checkpoints that need not be kept from a bucket, where a killed run may have deleted a part of one.
+        """Deletes, as `tidy`, the checkpoints that need not be kept, if the run is in a bucket; else does nothing.
+
+        In a bucket, a run that was killed while it deleted a checkpoint leaves some of its files.
 
         Raises: UserError, if a save failed.
         """
@@ -280,7 +282,8 @@ class Checkpoints:
     def _remove_steps(self, steps: Iterable[int]) -> None:
         for step in steps:
             if self._in_bucket and distributed.first():
-                # This file goes first, because a checkpoint without it does not count. Orbax deletes in any order.
+                # The file COMMITTED is deleted first, because a checkpoint without it does not count. Orbax deletes the
+                # other files in any order.
                 (self._folder / str(step) / COMMITTED).unlink(missing_ok=True)
             self._manager.delete(step)
         self._start_removal()
