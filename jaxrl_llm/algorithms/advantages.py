@@ -96,7 +96,7 @@ def grpo(
 def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = None) -> Float[Array, "B G"]:
     """Computes leave-one-out advantages (arXiv 2402.14740): A_i = r_i - mean of the group's other rewards. G >= 2."""
     g = _count_rewarded(rewards, has_reward)
-    # The closed form is r_i - mean of the other G - 1 rewards = (r_i - mean of all G rewards) G / (G - 1).
+    # This uses r_i - mean of the other G - 1 rewards = (r_i - mean of all G rewards) G / (G - 1).
     return _centered(rewards, has_reward) * (g / jnp.maximum(g - 1, 1))
 
 

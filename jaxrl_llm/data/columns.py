@@ -182,7 +182,7 @@ def _check_readable(requirement: ColumnRequirement, empty_rows: set[int], datase
 
     empty_rows: indices of rows without a value, which are not read.
     """
-    # All rows are read before the error, because the number of refused rows tells a broken row from a wrong column.
+    # All rows are read before the error, because the number of refused rows shows whether the whole column is wrong.
     refused: list[tuple[int, ValueError]] = []
     for i, row in enumerate(dataset.rows):
         if requirement.reader and i not in empty_rows:

@@ -25,12 +25,12 @@ from jaxrl_llm.machine import progress, user_cache
 Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts per tokenizer call, enough for its threads with little memory
 CLOCK = re.compile(r"strftime_now\s*\(")  # call by which a chat template reads today's date
-DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # such a call with a literal format
+DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # call of strftime_now with a literal format
 MIN_CACHED = 2**18  # minimum number of characters for storing token ids in the user's cache folder
 # Unpaired surrogates are valid JSON escapes, but tokenizers refuse them.
 UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")
 ANSWER = "(an-answer)"  # placeholder for the text of an answer in a chat
-FORMAT = 3  # version of cached token ids, which must rise if a change of this file changes them
+FORMAT = 3  # version of cached token ids; raise it if a change of this file changes token ids
 
 
 def encode(

@@ -400,7 +400,7 @@ def _plain(value: Any) -> Any:
         return sorted(map(_canonical, value))
     if hasattr(value, "__dict__") and not isinstance(value, type):
         return [type(value).__qualname__, vars(value)]
-    # The default repr holds a memory address, so that the name of the type stands for such a value.
+    # The default repr has a memory address, which differs in each process. So the type's name is hashed instead.
     has_no_repr = isinstance(value, type) or type(value).__repr__ is object.__repr__
     return getattr(value, "__qualname__", type(value).__qualname__) if has_no_repr else repr(value)
 

@@ -321,11 +321,11 @@ def device_states(states: PyTree, on_host: HostMemory, *, during_updates: bool =
 
 
 def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) -> Packing:
-    """Returns the packing of completions into rows. It chooses row shapes by estimated seconds of a step."""
+    """Returns the packing of completions into rows, which chooses the row shapes with the fewest estimated seconds."""
     cfg, scorers, learners, sizes = models.model.cfg, learning.scorers, learning.learners, learning.sizes
     rates, devices = RATES[models.mesh.devices.flat[0].platform], models.mesh.devices.size
     limit = sizes.max_completion_tokens
-    # A model with experts has more parameters than those that compute on a token.
+    # In a model with experts, only a part of the parameters computes on a token.
     parameters, active_parameters = models.model.size(), models.model.size(active=True)
     programs = sum(isinstance(x.program, jax.stages.Wrapped) for x in scorers.values()) + len(learners)
     forward_passes = programs - len(learners) + 3 * sizes.epochs * len(learners)  # an update costs three forward passes

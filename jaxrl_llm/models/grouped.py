@@ -65,7 +65,7 @@ class _Blocks(NamedTuple):
 
     def locate(self, block: Array) -> tuple[jax.Array, jax.Array]:
         """Returns the group and the first row of a block."""
-        # Several groups may start at the same block number. The last of them has the block, the others are empty.
+        # Several groups may start at the same block number. The last one has the block, because the others are empty.
         group = jnp.sum(self.blocks_before <= block) - 1
         return group, self.starts[group] + (block - self.blocks_before[group]) * self.size
 

@@ -276,7 +276,7 @@ def tensor_table(folder: Path, family: str = "") -> TensorNames:
 
 
 def _folder_table(family: str, tensor_files: dict[str, Any]) -> TensorNames:
-    """Returns {path of a parameter: name of its tensors}, where the name also tells whether two axes are swapped."""
+    """Returns {path of a parameter: name of its tensors}. The name is a `SwappedAxes` if two axes are swapped."""
     table = names.matching_table(family, tensor_files)
     fused_templates = {
         path: template for path, template in table.items() if path in FUSED_EXPERTS and FUSED_EXPERTS[0] in table
@@ -286,8 +286,8 @@ def _folder_table(family: str, tensor_files: dict[str, Any]) -> TensorNames:
         for template in fused_templates.values()
         if (name := template.format(0)) in tensor_files
     ]
-    # Files on the hub have the axes [width, expert widths] and [expert width, width]. transformers 5 writes them
-    # swapped, as its modules have them. The common width tells the two forms apart.
+    # Files on the hub have the axes [width, expert widths] and [expert width, width]. transformers 5 writes the axes
+    # swapped, as its modules have them. The position of the common width shows which form a file has.
     if len(fused_shapes) < len(FUSED_EXPERTS) or fused_shapes[0][1] == fused_shapes[1][2]:
         return table
     return {**table, **{path: names.SwappedAxes(template) for path, template in fused_templates.items()}}
@@ -429,7 +429,7 @@ def load_params(
             index_ranges = tuple(range(*s.indices(size)) for s, size in zip(index or (), shape_leaf.shape, strict=True))
             devices.setdefault(index_ranges, []).append(device)
         arrays = []
-        # The parts are read one by one, so that the host holds only one of them.
+        # The parts are read one by one, so that the host holds only one part at a time.
         for index_ranges, replicas in devices.items():
             axes = names.tensor_axes(name, table[name], len(index_ranges) - names.stacked_axes(table[name]))
             values = _read_part(

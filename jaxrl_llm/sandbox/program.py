@@ -226,7 +226,7 @@ def start_program(
         for text, file in zip((code, stdin), texts, strict=True):
             file.write(text.encode("utf-8", "replace"))
             file.seek(0)
-        # Output goes to files, because nobody reads pipes while the program runs. RLIMIT_FSIZE limits the files.
+        # Output goes to files, because a full pipe would block the program. RLIMIT_FSIZE limits the files.
         stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in "oe")
         (is_ready, ready), (filter_end, to_filter) = (open_pipe(stack) for _ in "rf")
         unconfined = is_unconfined()

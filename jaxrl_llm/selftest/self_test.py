@@ -160,9 +160,11 @@ def reference_agrees(trial: Trial) -> CheckReport:
         return skipped(NEEDS_FULL)
     text = f"KL to the reference {kl:.1e}"
     bound = KL if trial.parts.recipe_summary.dtype == "float32" else KL_ROUNDED
-    # If top-k or top-p is set, the KL is the mean of the difference d of log-probabilities, and not of d^2 / 2. So its
-    # bound is wider in a full trial.
-    if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
+    # In a full trial with top-k or top-p, the KL is the mean of the difference d of log-probabilities. Otherwise it is
+    # the mean of about d^2 / 2, so a bound b of d^2 / 2 is a bound sqrt(2 b) of d.
+    if trial.full and trial.parts.learning.sampling.truncates:
+        bound = np.sqrt(2 * bound)
+    if abs(kl) <= bound:
         return CheckReport(text)
     cause = "the reference model has other weights than the policy, or its program computes other numbers"
     fix = "start a new run, and do not change the model's files meanwhile"
@@ -291,7 +293,8 @@ def _total_rewards(trial: Trial, rows: list[dict[str, Any]], texts: list[list[st
     """
     ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
     columns = {}
-    if trial.parts.recipe_summary.env:  # the columns of an episode of one turn, in which the environment measured 0
+    # With an environment, functions get the columns of an episode of one turn, whose measurements are all 0.
+    if trial.parts.recipe_summary.env:
         columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
         columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
         columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]

@@ -38,8 +38,8 @@ NO_ROWS = Rows({}, "")
 FORMAT = 3  # version of the checkpoint format, which grows with each change that older versions cannot read
 MODELS, SAMPLES = "models", "samples"  # names of the parts that have arrays
 NOTES = "notes"  # name of the JSON file of a checkpoint
-# Empty file beside the folder of checkpoints that says that one was complete. It tells a run that has lost its
-# checkpoints from a run that was killed before its first one.
+# Empty file beside the folder of checkpoints. It exists once a checkpoint was complete. So a run without checkpoints
+# has lost them if the file exists, and was killed before its first checkpoint otherwise.
 SAVED = "checkpoints.saved"
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
@@ -164,8 +164,9 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Waits for all saves, and returns the steps to which a rollback may go.
 
-        These are the best checkpoints and those at multiples of `every`. Checkpoints that a signal made are left out,
-        because a run without the signal could not go back to them. Raises: UserError, if a save failed.
+        A rollback may go to the best checkpoints and to the checkpoints at multiples of `every`. Checkpoints that a
+        signal made are left out, because a run without the signal would not have these checkpoints.
+        Raises: UserError, if a save failed.
         """
         self.wait()
         steps, interval = self._manager.all_steps(), self._settings.every
@@ -377,7 +378,7 @@ def _committed_after(check_lock: Callable[[], None]) -> type[atomicity.CommitFil
 def best_steps(steps: Iterable[int], accuracies: Mapping[int, float], count: int) -> list[int]:
     """Returns the `count` steps with the highest accuracies, the best first.
 
-    Of equal accuracies the older comes first.
+    Of two steps with equal accuracies the older one comes first.
     """
     return sorted((step for step in steps if step in accuracies), key=lambda step: (-accuracies[step], step))[:count]
 

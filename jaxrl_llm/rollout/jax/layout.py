@@ -19,19 +19,21 @@ from jaxrl_llm.structs import Images, Prompts
 class Draws(NamedTuple):
     """How the tokens of this process's completions are drawn."""
 
-    numbers: np.ndarray  # [N] number of each completion among those of all processes, for its random numbers
-    temperatures: np.ndarray | None = None  # [N] temperature of each completion; None = that of the programs
+    numbers: np.ndarray  # [N] number of each completion in all processes, which seeds its random numbers
+    temperatures: np.ndarray | None = None  # [N] temperature of each completion; None = the one of the programs
     starts: np.ndarray | None = None  # [N] length at which the random numbers of each completion begin; None = 0
 
     def temperature(self, completions: np.ndarray) -> np.ndarray | None:
-        """Returns the temperature of each completion, None if that of the programs holds. completions: their numbers in
-        this process.
+        """Returns the temperature of each completion, None for the temperature of the programs.
+
+        completions: indices of the completions in this process.
         """
         return None if self.temperatures is None else self.temperatures[completions]
 
     def start(self, completions: np.ndarray) -> np.ndarray | None:
-        """Returns the length at which the random numbers of each completion begin, None for 0. completions: their
-        numbers in this process.
+        """Returns the length at which the random numbers of each completion begin, None for 0.
+
+        completions: indices of the completions in this process.
         """
         return None if self.starts is None else self.starts[completions]
 
@@ -131,7 +133,7 @@ def observation_chunks(
         tokens[d, n, : count[d, n]] = episodes.tokens[chunk.member.number, chunk.start : chunk.end]
     members = [[chunk.member for chunk in device_chunks] for device_chunks in chunks]
     indices = cache_indices(members, rows, sizes, prompts)
-    # Each sequence reads a prompt of its own, because few members of a group have a chunk at the same time.
+    # The program reads one prompt per sequence, because few members of a group have a chunk at the same time.
     row_numbers = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
     indices = indices._replace(prompt_mask=mask, prompt_members=row_numbers[..., None], member_index=row_numbers)
     if prompts.images is not None:

@@ -2,7 +2,7 @@
 
 After each decode round the host checks the sequences. It retires ended sequences, admits others in their place, writes
 observations into pages, and lets the remaining sequences decode. The time of a tool decides which sequences decode
-together. That never changes a sampled token, because a row's numbers do not depend on the other rows.
+together. This order never changes a sampled token, because a row's results do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Stream:
                 wait(self.episodes.pending_answers, timeout=ANSWER_GRACE_SECONDS)
 
     def first_groups(self) -> list[int]:
-        """Returns the required groups, and then those that were complete first, until there are `wanted_groups`."""
+        """Returns `wanted_groups` groups: the required groups, and then the groups that were complete first."""
         return sorted(self.complete_groups, key=lambda group: group not in self.required_groups)[: self.wanted_groups]
 
     def _append_answers(self) -> None:

@@ -101,7 +101,7 @@ class CountedCalls:
         usage.calls, usage.turns, usage.tokens = usage.calls + 1, usage.turns + turns, usage.tokens + int(count.sum())
         usage.pages += self._pages(length, count, turns)
         tokens = np.where(length[..., None] + turn == end[..., None] - 1, STOP, OTHER)
-        # As if no draft was right, because the plan knows no completions.
+        # Each pass counts one token, as if no draft was right, because the plan knows no completions.
         return cache, Sampled(tokens, np.zeros(tokens.shape, np.float32), count, count)
 
     def _pages(self, length: np.ndarray, count: np.ndarray, turns: int) -> int:

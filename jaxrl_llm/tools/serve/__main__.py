@@ -120,8 +120,9 @@ def open_service(args: argparse.Namespace, folder: Path) -> Any:
     model = hf.load_model(folder, mesh, dtype=args.dtype)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), date.today().isoformat())
     stop_ids, positions = hf.stop_ids(folder, tokenizer), model.cfg.max_positions
-    usual = min(USUAL_TOKENS, positions // 2)
-    prompt_tokens, completion_tokens = args.max_prompt_tokens or usual, args.max_completion_tokens or usual
+    default_tokens = min(USUAL_TOKENS, positions // 2)
+    prompt_tokens = args.max_prompt_tokens or default_tokens
+    completion_tokens = args.max_completion_tokens or default_tokens
     if prompt_tokens + completion_tokens > positions:
         raise UserError(
             f"--max-prompt-tokens {prompt_tokens} and --max-completion-tokens {completion_tokens}: the model has "

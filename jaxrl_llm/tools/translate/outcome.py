@@ -3,7 +3,7 @@
 The `TrainerTable` of a trainer, such as TRL's GRPO, has one rule for each key. A rule gets the value of its key and all
 `Keys` of the file, and returns an `Outcome`: the fields that the key becomes, or why it becomes none. The origin of a
 field is a key of the file, a default of the trainer, or unknown. If a rule asks `Keys` for a value that the file has in
-an unreadable form, `Keys` records the request, and all fields of the outcome become unknown. So no rule can forget it.
+an unreadable form, `Keys` records the request, and all fields of the outcome become unknown without help of the rule.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Version:
 
 def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
     """Returns the key of a file that matches the first possible pattern; "" if none does. A+B matches two keys."""
-    # A generated file lists all keys, and those of other versions are null.
+    # A generated file lists the keys of all versions, and has null for the keys of other versions.
     present = [key for key, value in values.items() if value is not None]
     for pattern in patterns:
         matching = [next((key for key in present if matches(key, (part,))), "") for part in pattern.split("+")]
@@ -279,7 +279,7 @@ def with_file_version(
         known = {key: value for key, value in version.defaults.items() if not isinstance(value, Unread)}
         listed = ", ".join(f"{key} = {known[key]}" for key in own if key in known) or "none that matters"
         note = f"{older_key} shows that the file is for {table.name} {version.name}"
-        # A key of an older version proves it by its presence, whatever its value is.
+        # A key that only an older version has proves the version by its presence, whatever its value is.
         if known and (later_key or (version not in older and isinstance(values[older_key], Unread))):
             doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
             notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {listed}")
