@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxrl_llm.config.names import is_ours, parameters, split_call
@@ -70,21 +71,23 @@ def column_requirements(functions: Sequence[str], *, episodes: bool) -> list[Col
         # A partial holds the arguments of the config around the function. Decorators in `jaxrl_llm.tasks` set `reads`
         # {column: reader}, `asks` (function that lists columns) and `any_of` (columns of which a row needs one).
         plain_function = getattr(function, "func", function)
-        ours, readers = is_ours(plain_function, REWARDS), getattr(plain_function, "reads", {})
+        is_package_function, readers = is_ours(plain_function, REWARDS), getattr(plain_function, "reads", {})
         columns = _column_arguments(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
         required = [column for column, has_default in columns.items() if not has_default]
-        requirements += [ColumnRequirement(name, (column,), ours, readers.get(column)) for column in required]
+        requirements += [
+            ColumnRequirement(name, (column,), is_package_function, readers.get(column)) for column in required
+        ]
         if list_columns := getattr(plain_function, "asks", None):
             # A column without a reader is shown to the function as it is, also None.
-            listed = list_columns(**getattr(function, "keywords", {}))
+            column_readers = list_columns(**getattr(function, "keywords", {}))
             requirements += [
-                ColumnRequirement(name, (column,), listed[column] is not None, listed[column])
-                for column in sorted(listed)
+                ColumnRequirement(name, (column,), reader is not None, reader)
+                for column, reader in sorted(column_readers.items(), key=itemgetter(0))
             ]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
-        default_any_of = optional if ours and not required else ()
+        default_any_of = optional if is_package_function and not required else ()
         if any_of := getattr(plain_function, "any_of", default_any_of):
-            requirements.append(ColumnRequirement(name, any_of, ours))
+            requirements.append(ColumnRequirement(name, any_of, is_package_function))
     return requirements
 
 
@@ -237,8 +240,10 @@ def _missing_column(
     else:
         remedy = f"{'fill the column' if has_column else 'rename a column'}, or make it with {convert_field}"
     source_field = f" ({section}.source)" if section else ""
-    listed = f"has the columns {', '.join(present)}" if present else "has no other column"
-    return f"reward {function} needs the column {requirement}, {problem}{source_field}; the data {listed}: {remedy}"
+    columns_text = f"has the columns {', '.join(present)}" if present else "has no other column"
+    return (
+        f"reward {function} needs the column {requirement}, {problem}{source_field}; the data {columns_text}: {remedy}"
+    )
 
 
 def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:

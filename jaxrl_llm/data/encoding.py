@@ -64,8 +64,8 @@ def encode(
                 prompt_args = [template_args | dict(row_arg) for row_arg in row_args[chunk]] or repeat(template_args)
                 rows = zip(numbers[chunk], prompts[chunk], prompt_args, strict=False)
                 texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
-                for written, replacement in spelling.items():
-                    texts = [text.replace(written, replacement) for text in texts]
+                for old_spelling, replacement in spelling.items():
+                    texts = [text.replace(old_spelling, replacement) for text in texts]
                 ids += _encode(texts, tokenizer, source, numbers[chunk])
                 task.advance(len(texts))
         if key:

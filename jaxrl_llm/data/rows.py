@@ -105,9 +105,9 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
     else:
         converted = [_read_row(source, i, row, columns, read_notes) for i, row in enumerate(rows, 1)]
         if columns.answer_column and not any(columns.answer_column in row for row in rows):
-            known = formats.columns_text(dict.fromkeys(name for row in rows for name in row))
+            present = formats.columns_text(dict.fromkeys(name for row in rows for name in row))
             raise UserError(
-                f"config.data.answer_column = {columns.answer_column!r}: {source} has no such column ({known}); name "
+                f"config.data.answer_column = {columns.answer_column!r}: {source} has no such column ({present}); name "
                 "the column that holds the answer"
             )
     numbers = [i for i, row in enumerate(converted, 1) if row is not None]

@@ -221,8 +221,8 @@ class Learning(TrainedModels):
         metrics: dict[str, Array] = {}
         for name, learner in self.learners.items():
             if step > learner.frozen_steps:
-                state, measured = learner.update(states[name], batch, rows)
-                states, metrics = states | {name: state}, metrics | measured
+                state, update_metrics = learner.update(states[name], batch, rows)
+                states, metrics = states | {name: state}, metrics | update_metrics
         return states, metrics
 
     def finish_step(self, states: States, step: int) -> States:
@@ -242,31 +242,35 @@ class Learning(TrainedModels):
             states = states | {name: replace(states[name], opt_state=x) for name, x in opt_states.items()}
         return states
 
-    def compile(self, shape_cache: ShapeCache, states: States, plain: Batch, batch: Batch, rows: AnyArray) -> None:
+    def compile(self, shape_cache: ShapeCache, states: States, unscored: Batch, batch: Batch, rows: AnyArray) -> None:
         """Compiles scoring and learning for this batch's shape, and in the background for the shapes that come next.
 
-        plain: batch before scoring and credit. batch: batch of an update on the prompts with the indices `rows`.
+        unscored: batch before scoring and credit. batch: batch of an update on the prompts with the indices `rows`.
         Raises: UserError, if a program does not fit the memory.
         """
-        states, plain, batch, rows = abstract((states, plain, batch, rows))
+        states, unscored, batch, rows = abstract((states, unscored, batch, rows))
 
         def compile(shape: Shape) -> None:
-            for program in self.programs(states, plain, batch, rows, shape):
+            for program in self.programs(states, unscored, batch, rows, shape):
                 program.compile()
 
         shape_cache.ensure_compiled(LEARNING, batch.packed_index.shape[2:], compile)
         shape_cache.compile_ahead(LEARNING, compile)
 
-    def programs(self, states: States, plain: Batch, batch: Batch, rows: AnyArray, shape: Shape) -> Iterator[Program]:
+    def programs(
+        self, states: States, unscored: Batch, batch: Batch, rows: AnyArray, shape: Shape
+    ) -> Iterator[Program]:
         """Yields the programs of scoring and updates for packed rows of a shape.
 
-        plain: batch before scoring and credit. batch: batch of an update on the prompts `rows`. All may be shapes.
+        unscored: batch before scoring and credit. batch: batch of an update on the prompts `rows`. All may be shapes.
         """
         packed_shape = index_shape(self.sizes.group_size, self.sizes.max_completion_tokens, shape)
-        index = jax.ShapeDtypeStruct((len(plain.prompts), *packed_shape), jnp.int32, sharding=plain.prompts.sharding)
+        index = jax.ShapeDtypeStruct(
+            (len(unscored.prompts), *packed_shape), jnp.int32, sharding=unscored.prompts.sharding
+        )
         text = f", {shape[0]} rows of {shape[1]} a prompt"
         for name, scorer in self.scorers.items():
-            if program := scorer.program_of(f"{name}{text}", states, replace(plain, packed_index=index)):
+            if program := scorer.program_of(f"{name}{text}", states, replace(unscored, packed_index=index)):
                 yield program
         for name, learner in self.learners.items():
             yield learner.program_of(text, states[name], replace(batch, packed_index=index), rows)

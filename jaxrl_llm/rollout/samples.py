@@ -100,9 +100,9 @@ def episode_metrics(rollouts: Rollouts) -> list[list[dict[str, float]]]:
 
     The metric `seconds` is left out, because a reward must be the same in a resumed run.
     """
-    named = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
+    lists_by_metric = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
     b, g = rollouts.truncated.shape
-    return [[{name: values[i][j] for name, values in named.items()} for j in range(g)] for i in range(b)]
+    return [[{name: values[i][j] for name, values in lists_by_metric.items()} for j in range(g)] for i in range(b)]
 
 
 @dataclass(frozen=True)

@@ -414,8 +414,8 @@ def _count_observations(
 
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Returns the finding of the rule `tool_down` if a tool fails in all calls of these episodes, else None."""
-    measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
-    finding, environment = tool_down(History([{"step": 1} | measured])), trial.parts.recipe_summary.env
+    means = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
+    finding, environment = tool_down(History([{"step": 1} | means])), trial.parts.recipe_summary.env
     if finding and environment and "url" in environment.arguments:
         finding = replace(finding, cause=f"{finding.cause} (config.env.url = {environment.arguments['url']!r})")
     return finding and replace(finding, id=tool_down.__name__)

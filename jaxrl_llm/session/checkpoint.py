@@ -301,14 +301,14 @@ class Checkpoints:
         shapes = {MODELS: jax.tree.map(ocp.utils.to_shape_dtype_struct, models)}
         # Batches that were sampled ahead keep their saved shapes, and are placed on this run's devices.
         with reading(self._manager, step):
-            stored = self._manager.item_metadata(step)
-        if stored.get(SAMPLES):
+            saved_shapes = self._manager.item_metadata(step)
+        if saved_shapes.get(SAMPLES):
             batch_sharding = NamedSharding(self._mesh, BATCH)
 
             def place_batch(x: Any) -> jax.ShapeDtypeStruct:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding)
 
-            shapes[SAMPLES] = jax.tree.map(place_batch, stored[SAMPLES].tree)
+            shapes[SAMPLES] = jax.tree.map(place_batch, saved_shapes[SAMPLES].tree)
         arrays = read(self._manager, step, {name: ocp.args.StandardRestore(x) for name, x in shapes.items()})
         for name, restored in arrays.items():
             check_unchanged(self._manager, step, restored, notes["checksums"][name])

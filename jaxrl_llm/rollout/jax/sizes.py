@@ -12,8 +12,8 @@ PAGE_TOKENS = 64  # tokens of a page, unless completions are shorter or the plat
 PAGE_ALIGNMENT = 8  # page sizes are multiples of this, the vector width of a CPU
 PAGE_GROWTH = 4  # without a kernel, a cache has this many pages a sequence at first, and grows by this factor
 SMALLER_BY = (4, 16)  # the smaller decode programs have this many times fewer sequences than the largest program
-# Programs for later prompts and for observations have this many times fewer rows than a call has sequences, because
-# few sequences start, or get an observation, at the same time.
+# Programs for later prompts and for observations have this many times fewer rows than a call has at first, because few
+# groups start, and few sequences get an observation, at the same time.
 FEWER_LATER_ROWS = 16
 ROUND_TOKENS = 32  # most tokens that a decode round samples per sequence before the host checks the sequences
 PREFILL_TOKENS = 2**14  # prompt tokens of a prefill on one device: enough to be fast, few enough for the memory

@@ -255,14 +255,14 @@ class Stream:
             return cache
 
         def chunks_end(member: Member) -> int:
-            """Returns the number of tokens that are in pages after this call; 0 if it writes none of this sequence."""
+            """Returns how many tokens of a sequence are in pages after this call; at most 0 if it writes none."""
             return self._observation_end(member) - 1 if self._is_decoding(member) else 0
 
         chunks_by_index = split_observations(
             [[(member, chunks_end(member)) for member in scheduler.page_holders] for scheduler in self.schedulers]
         )
         # counts[index, width] is the number of chunks of the device with the most chunks. The processes exchange it,
-        # because all of them must call the same programs. The last chunks of an observation are up to MAX_SMALL_CHUNKS.
+        # because all of them must call the same programs. At most MAX_SMALL_CHUNKS small chunks end an observation.
         max_chunks = self.sizes.completion_length // max(CHUNK_TOKENS) + MAX_SMALL_CHUNKS + 1
         counts = np.zeros((max_chunks, len(CHUNK_TOKENS)), np.int32)
         for (index, width), chunks in chunks_by_index.items():

@@ -91,7 +91,7 @@ def find_start(run: Path, step: int) -> ReplayStart:
             "config.log.keep_samples = 1 in the next run"
         )
     # The first checkpoint after the step was saved by the process that made the step.
-    later_steps = [kept for kept in steps if kept >= step] or steps[-1:]
+    later_steps = [saved_step for saved_step in steps if saved_step >= step] or steps[-1:]
     return ReplayStart(
         run=address or str(run),
         folder=folder,
@@ -117,12 +117,12 @@ def why_unrepeatable(engine: str, functions: Sequence[str]) -> str:
 
 
 def choose_start(
-    step: int, kept: Sequence[int], decisions: Sequence[Decision], accepted: Sequence[Change]
+    step: int, kept_steps: Sequence[int], decisions: Sequence[Decision], accepted: Sequence[Change]
 ) -> tuple[int, int]:
     """Returns the step of the checkpoint to restore (0 = the start of the run), and the number of rollbacks before it.
 
-    step: step to replay. kept: steps of the checkpoints. decisions: rollbacks of the run. accepted: changes of rows and
-    code that the run accepted.
+    step: step to replay. kept_steps: steps of the checkpoints. decisions: rollbacks of the run. accepted: changes of
+    rows and code that the run accepted.
     Raises: UserError, if no checkpoint is left from which the step can be made again.
     """
     later_changes = [change for change in accepted if change.after_step >= step]
@@ -136,13 +136,14 @@ def choose_start(
     count = max((i for i, decision in enumerate(decisions, 1) if decision.to < step), default=0)
     # Checkpoints before step `oldest` are of no use, because the run then changed its samples, rows or code.
     oldest = max([decision.to for decision in decisions[:count]] + [change.after_step for change in accepted] + [0])
-    candidates = kept if oldest else {0, *kept}
+    candidates = kept_steps if oldest else {0, *kept_steps}
     usable = [saved for saved in candidates if oldest <= saved < step]
     if not usable:
+        kept_text = ", ".join(map(str, kept_steps)) or "none"
         raise UserError(
             f"--step {step}: the run needs its checkpoint of step {oldest} or a later one before step {step}, because "
-            f"it rolled back or changed rows or code there, but keeps {', '.join(map(str, kept)) or 'none'}: replay a "
-            "later step, and raise config.checkpoint.keep in the next run"
+            f"it rolled back or changed rows or code there, but keeps {kept_text}: replay a later "
+            "step, and raise config.checkpoint.keep in the next run"
         )
     return max(usable), count
 

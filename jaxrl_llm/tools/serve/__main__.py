@@ -46,9 +46,9 @@ def parse() -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
     add("--port", type=int, default=8000, help="port; 0 = any free one (default: %(default)s)")
     add("--api-key", default="", help=f"key of all requests (default: ${KEY_VARIABLE}, or none on this machine alone)")
-    usual = f"default: {USUAL_TOKENS}, or half of the model's positions if these are fewer"
-    add("--max-prompt-tokens", type=int, help=f"most tokens of a prompt ({usual})")
-    add("--max-completion-tokens", type=int, help=f"most tokens of a completion ({usual})")
+    default_text = f"default: {USUAL_TOKENS}, or half of the model's positions if these are fewer"
+    add("--max-prompt-tokens", type=int, help=f"most tokens of a prompt ({default_text})")
+    add("--max-completion-tokens", type=int, help=f"most tokens of a completion ({default_text})")
     add("--max-sequences", type=int, default=16, help="completions at a time (default: %(default)s)")
     add("--max-waiting", type=int, default=256, help="completions that wait, before 429 (default: %(default)s)")
     add("--max-sessions", type=int, default=1024, help="sessions at a time, before 429 (default: %(default)s)")

@@ -116,10 +116,10 @@ def _included_files(entry: Any) -> list[tuple[str, str, bool]]:
 
     entry: "group/file@section", or {"group@section": file}; a file `null` is none.
     """
-    group, chosen = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
+    group, choice = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
     words = str(group).split() or [""]
     group, _, section = words[-1].partition("@")
-    names = [f"{group}/{x}" for x in (chosen if isinstance(chosen, list) else [chosen]) if x not in (None, "null")]
+    names = [f"{group}/{x}" for x in (choice if isinstance(choice, list) else [choice]) if x not in (None, "null")]
     return [(name.rstrip("/").removesuffix(".yaml"), section, "optional" in words[:-1]) for name in names]
 
 
@@ -130,10 +130,10 @@ def _key_prefix(section: str, name: str) -> str:
     return section.removeprefix("_global_.") + "." * bool(section)
 
 
-def with_tool_names(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
+def with_tool_names(path: Path, keys: dict[str, Any], script_files: Mapping[str, str]) -> dict[str, Any]:
     """Returns the keys with the names of the functions in veRL's file of tools, if this file exists."""
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-    file = find_file(path, str(keys[key]), written) if key in keys else None
+    file = find_file(path, str(keys[key]), script_files) if key in keys else None
     if not file:
         return keys
     tools = parse(*file).get("tools") or []
@@ -141,29 +141,32 @@ def with_tool_names(path: Path, keys: dict[str, Any], written: Mapping[str, str]
     return keys | {f"{key}.names": [schema["function"]["name"] for schema in schemas]}
 
 
-def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
-    """Returns the keys of a command with those of its config file, if it exists. written: {name: text} of heredocs."""
-    keys = with_tool_names(path, keys, written)
+def with_files(path: Path, keys: dict[str, Any], script_files: Mapping[str, str]) -> DocumentKeys:
+    """Returns the keys of a command with the keys of its config file, if the file exists.
+
+    script_files: {name: text} of files that the script writes.
+    """
+    keys = with_tool_names(path, keys, script_files)
     name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir", "."))
     names = [keys["config"]] if "config" in keys else []
     if isinstance(name, str) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
         names += [f"{place}{name.removesuffix('.yaml')}.yaml" for place in (f"{folder}/", *FOLDERS)]
     # No file has the text of an unread value as its name.
-    if file := next(filter(None, (find_file(path, str(name), written) for name in names)), None):
+    if file := next(filter(None, (find_file(path, str(name), script_files) for name in names)), None):
         base = read_document(*file)
         other_keys = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
         return DocumentKeys(base.values | other_keys, base.lost)
     return DocumentKeys(keys)
 
 
-def find_file(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
+def find_file(path: Path, name: str, script_files: Mapping[str, str]) -> tuple[Path, str] | None:
     """Returns the path and text of a file that a script names, which it writes or which is in its folder or above.
 
-    None if there is no such file. written: {name: text} of files that the script writes.
+    None if there is no such file. script_files: {name: text} of files that the script writes.
     """
     # A file that the script writes comes first, because a file of this name on the disk may be of another run.
-    for written_name, text in written.items():
-        if Path(written_name).name == Path(name).name:
+    for file_name, text in script_files.items():
+        if Path(file_name).name == Path(name).name:
             return Path(name), text
     for folder in (*path.resolve().parents, Path()):
         if (folder / name).is_file():

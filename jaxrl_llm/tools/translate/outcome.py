@@ -275,20 +275,28 @@ def with_file_version(
     notes: list[str] = []
     for version in (*older, *(patch for patch in table.patches if first_key(patch.only_keys, values))):
         older_key, later_key = first_key(version.only_keys, values), first_key(version.later_keys, values)
-        own = {key: x for key, x in version.defaults.items() if key not in current and x != table.defaults.get(key)}
-        known = {key: value for key, value in version.defaults.items() if not isinstance(value, Unread)}
-        listed = ", ".join(f"{key} = {known[key]}" for key in own if key in known) or "none that matters"
+        different_defaults = {
+            key: x for key, x in version.defaults.items() if key not in current and x != table.defaults.get(key)
+        }
+        known_defaults = {key: value for key, value in version.defaults.items() if not isinstance(value, Unread)}
+        defaults_text = (
+            ", ".join(f"{key} = {known_defaults[key]}" for key in different_defaults if key in known_defaults)
+            or "none that matters"
+        )
         note = f"{older_key} shows that the file is for {table.name} {version.name}"
         # A key that only an older version has proves the version by its presence, whatever its value is.
-        if known and (later_key or (version not in older and isinstance(values[older_key], Unread))):
+        if known_defaults and (later_key or (version not in older and isinstance(values[older_key], Unread))):
             doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
-            notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {listed}")
-            own = {key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in own.items()}
+            notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {defaults_text}")
+            different_defaults = {
+                key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}")
+                for key, x in different_defaults.items()
+            }
         elif version.name:
             name = version.name if version in older else f"{table.version} {version.name}"
-            table = replace(table, version=name, defaults=table.defaults | known)
-            notes.append(f"{note}. Its defaults apply: {listed}")
-        current = current | {key: value for key, value in own.items() if isinstance(value, Unread)}
+            table = replace(table, version=name, defaults=table.defaults | known_defaults)
+            notes.append(f"{note}. Its defaults apply: {defaults_text}")
+        current = current | {key: value for key, value in different_defaults.items() if isinstance(value, Unread)}
     return table, current, tuple(notes)
 
 

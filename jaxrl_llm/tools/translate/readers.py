@@ -100,8 +100,8 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
-    named = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
-    best = max((trl.TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
+    kinds = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
+    best = max((trl.TRL_TRAINERS[kind] for kind in kinds), key=lambda table: _count_known_keys(table, keys))
     if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
         first_keys = f"its first keys are {', '.join(list(keys)[:3])}" if keys else "it has no keys"
         unread_line = f"; this line was not read as a setting: {lost[0]}" if lost else ""
@@ -158,16 +158,17 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     """
     whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
     reached = script.patterns.union(*(command.positions for command in whole_commands))
-    found: list[tuple[int, list[str]]] = []
+    words_by_line: list[tuple[int, list[str]]] = []
     for word in [word for word in script.lexer.words if word.position not in reached]:
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         match = ASSIGNMENT.match(word_text)
         like_keys = _like_keys(word_text[match.end() if match else 0 :])
-        found.append((script.lexer.line(word.position), [text for text in like_keys if _name(text) not in keys]))
+        unused_words = [text for text in like_keys if _name(text) not in keys]
+        words_by_line.append((script.lexer.line(word.position), unused_words))
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.followed_heredocs):
         first_line = script.lexer.line(heredoc.position)
-        found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
-    lines = [f"line {line}: {' '.join(words)}" for line, words in found if words]
+        words_by_line += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
+    lines = [f"line {line}: {' '.join(words)}" for line, words in words_by_line if words]
     return lines + [text for text in script.nested_scripts if _like_keys(text)]
 
 
