@@ -89,8 +89,9 @@ def main() -> None:
         print(json.dumps({"title": title} | metrics, indent=2))
         return
     print_banner(title, scores.result_lines(metrics))
-    for value, part in metrics["by"]["values"].items() if args.by else ():
-        print_banner(f"{args.by} = {value}", scores.result_lines(part))
+    if args.by:
+        for value, part_metrics in metrics["by"]["values"].items():
+            print_banner(f"{args.by} = {value}", scores.result_lines(part_metrics))
 
 
 def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[GradedCompletions, data.Dataset]:

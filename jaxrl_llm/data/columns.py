@@ -221,7 +221,8 @@ def _missing_column(
     problem = "which no row has"
     if has_column:
         present = [column for column in present if column not in columns]
-        problem = f"which is empty in all {len(dataset.rows):,} rows{f' of {dataset.source}' * bool(dataset.source)}"
+        origin = f" of {dataset.source}" if dataset.source else ""
+        problem = f"which is empty in all {len(dataset.rows):,} rows{origin}"
     convert_field = f"{section}.convert" if section else "--convert"
     answer_field = "data.answer_column" if section else "--answer-column"
     likely = next((column for column in ANSWERS if column in present), "")
@@ -233,7 +234,7 @@ def _missing_column(
     elif convert:
         remedy = f"{convert_field} = {convert!r} must make the column"
     elif columns[0] == "answer":
-        fill = f"fill the column{f', or name another one in {answer_field}' * bool(present)}"
+        fill = f"fill the column, or name another one in {answer_field}" if present else "fill the column"
         name_other = fill if has_column else f"name the column of the answer in {answer_field}"
         remedy = f"set {answer_field} = {likely!r}" if likely else name_other
         remedy += f", or make the column with {convert_field}"

@@ -38,7 +38,7 @@ move_reference = jax.jit(optax.incremental_update, donate_argnums=1)
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run, as their folders describe them. It holds no weights."""
+    """The models of a run, as their folders describe them, without weights."""
 
     mesh: Mesh
     folder: Path  # folder of the policy
@@ -338,14 +338,17 @@ def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) ->
 
     def seconds(shape: Shape, prompt_tokens: int, parts: np.ndarray) -> float:
         rows, width = shape
+        # A multiplication and an addition for each parameter and token; attention has two products per pair of tokens.
         matrix_flops = 2 * active_parameters * (prompt_tokens + rows * width)
         pairs = cfg.layers * cfg.heads * rows * width * (width + prompt_tokens)
-        flops = matrix_flops + 4 * cfg.head_dim * pairs
+        flops = matrix_flops + 2 * 2 * cfg.head_dim * pairs
         computing = microbatch * (flops / rates.flops + pairs / rates.scores) / devices
         microbatch_seconds = computing + parameters * itemsize / rates.bandwidth
         microbatches = math.ceil(parts.reshape(shards, -1).sum(axis=1).max() / (microbatch // shards))
         return forward_passes * microbatches * microbatch_seconds
 
-    shapes, compile_seconds = packed_shapes(sizes.group_size, limit), (programs + 2 * len(learners)) * rates.compile
+    shapes = packed_shapes(sizes.group_size, limit)
+    # An update compiles as long as three forward passes (`RATES`).
+    compile_seconds = (programs + 2 * len(learners)) * rates.compile
     shape_policy = shape_cache.policy(LEARNING, shapes, compile_seconds=compile_seconds, limit=MAX_SHAPES)
     return Packing(shape_policy, seconds, limit)

@@ -161,8 +161,9 @@ class SandboxProgram(NamedTuple):
         """Returns (error, reason) if the program has more files or threads than allowed, else None."""
         with suppress(OSError, ValueError, IndexError):  # The program may end meanwhile.
             pid = self.process.pid
-            for _ in () if is_unconfined() else range(2):
-                # The child of bwrap is process 1 of the sandbox, and the child of process 1 is the program.
+            # The child of bwrap is process 1 of the sandbox, and the child of process 1 is the program.
+            levels_above_program = 0 if is_unconfined() else 2
+            for _ in range(levels_above_program):
                 pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
             if len(os.listdir(f"/proc/{pid}/task")) > MAX_THREADS:
                 return "it has too many threads", "processes"

@@ -280,6 +280,7 @@ def reward_sees(trial: Trial) -> CheckReport:
 def _answer_forms(row: dict[str, Any]) -> list[str]:
     """Returns the forms of an answer for a row, without the part of an empty thought that its prompt has already."""
     prompt = row["prompt"]
+    # The message of the answer may begin in the prompt.
     message_start = prompt[-1]["content"] if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" else ""
     opened_text = row.get(PREFILL) or str(message_start)
     opening = EMPTY_THOUGHT if "</think>" in opened_text else "<think>" if "<think>" in opened_text else ""

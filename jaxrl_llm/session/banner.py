@@ -245,7 +245,9 @@ def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
         return []
     names = ", ".join(module.rpartition(".")[2] for module in adapters.modules.values())
     rows = [("adapters that learn", f"{adapters.size:,} parameters, {type(adapters.kind).__name__}, of {names}")]
-    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(adapters.int8_paths)
+    if adapters.int8_paths:
+        rows.append(("kernels of the base", "int8, with a scale for each output"))
+    return rows
 
 
 def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tuple[str, str]]:

@@ -104,8 +104,9 @@ def accuracy(
     unjudged = [next((test for test, verdict in row if verdict.reason == UNJUDGED), None) for row in pairs_of_rows]
     log_metric(UNJUDGED, 1 - unjudged.count(None) / len(unjudged))
     if any(unjudged):
+        first_unjudged = next(filter(None, unjudged))
         _warn(
-            f"the test {shown(str(next(filter(None, unjudged))))} extends, compares or calculates with objects of the "
+            f"the test {shown(str(first_unjudged))} extends, compares or calculates with objects of the "
             "program, or passes it an object of a class of its own, which the sandbox does not support; compare fields "
             "of objects instead",
             UNJUDGED,

@@ -52,7 +52,7 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     # The checks import JAX, which takes longer than the translation that is printed above.
     from jaxrl_llm.tools.translate import lint
 
-    subject = f"{written}the checks {'of all but the model ' * bool(refusal)}"
+    subject = f"{written}the checks {'of all but the model ' if refusal else ''}"
     passes = lint.check(text, translation.user_tasks(), subject)
     # A task such as moving a function does not count, because `train` refuses the config until it is done.
     return int(bool(not passes or refusal or source.lost or translation.unknown()))

@@ -94,9 +94,12 @@ def compose_defaults(path: Path, document: dict[Any, Any], roots: Sequence[Path]
     # last if it is not listed.
     keys: dict[str, Any] = {}
     missing_files = []
-    for entry in [*document["defaults"], *(() if "_self_" in document["defaults"] else ("_self_",))]:
-        keys |= document_keys if entry == "_self_" else {}
-        for name, section, is_optional in _included_files(entry) if entry != "_self_" else ():
+    entries = document["defaults"]
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry == "_self_":
+            keys |= document_keys
+            continue
+        for name, section, is_optional in _included_files(entry):
             files = (folder / f"{name.lstrip('/')}.yaml" for folder in (path.parent, *roots))
             if file := next((file for file in files if file.is_file()), None):
                 text = file.read_text(encoding="utf-8")
