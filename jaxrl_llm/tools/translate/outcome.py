@@ -3,7 +3,7 @@
 The `TrainerTable` of a trainer, such as TRL's GRPO, has one rule for each key. A rule gets the value of its key and all
 `Keys` of the file, and returns an `Outcome`: the fields that the key becomes, or why it becomes none. The origin of a
 field is a key of the file, a default of the trainer, or unknown. If a rule asks `Keys` for a value that the file has in
-an unreadable form, `Keys` records the request, and all fields of the outcome become unknown. So no rule can forget it.
+an unreadable form, `Keys` records the request, and all fields of the outcome become unknown without help of the rule.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Version:
 
 def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
     """Returns the key of a file that matches the first possible pattern; "" if none does. A+B matches two keys."""
-    # A generated file lists all keys, and those of other versions are null.
+    # A generated file lists the keys of all versions, and has null for the keys of other versions.
     present = [key for key, value in values.items() if value is not None]
     for pattern in patterns:
         matching = [next((key for key in present if matches(key, (part,))), "") for part in pattern.split("+")]
@@ -124,12 +124,12 @@ class TrainerTable:
     version: str  # version that the table describes
     rules: dict[str, Rule]  # rules of exact keys first, then of patterns; the first match wins
     defaults: dict[str, Any]  # defaults of the keys that have an effect on training
-    base: Callable[[Keys], str]  # name of the config of jaxrl_llm that a translation changes
+    base: Callable[[Keys], str]  # name of the jaxrl_llm config from which a translation starts, such as "grpo"
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {key: fields that it decides}
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
-    older: tuple[Version, ...] = ()  # the first version that shows in a key of the file applies
-    patches: tuple[Version, ...] = ()  # each that shows in a key of the file applies too, such as Unsloth's defaults
+    older: tuple[Version, ...] = ()  # the first one with one of its `only_keys` in the file applies
+    patches: tuple[Version, ...] = ()  # such as Unsloth; each one with one of its `only_keys` in the file applies too
     absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
     def knows(self, key: str) -> bool:
@@ -175,7 +175,7 @@ class Translation:
     """A translated file. outcomes: {key of the file: outcome}; defaults: {key that the file does not have: outcome}."""
 
     table: TrainerTable
-    base: str  # jaxrl_llm config that the translation changes, such as "grpo"
+    base: str  # jaxrl_llm config from which the translation starts, such as "grpo"
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
     notes: tuple[str, ...] = ()  # sentences about the version that the file is for
@@ -275,20 +275,28 @@ def with_file_version(
     notes: list[str] = []
     for version in (*older, *(patch for patch in table.patches if first_key(patch.only_keys, values))):
         older_key, later_key = first_key(version.only_keys, values), first_key(version.later_keys, values)
-        own = {key: x for key, x in version.defaults.items() if key not in current and x != table.defaults.get(key)}
-        known = {key: value for key, value in version.defaults.items() if not isinstance(value, Unread)}
-        listed = ", ".join(f"{key} = {known[key]}" for key in own if key in known) or "none that matters"
+        different_defaults = {
+            key: x for key, x in version.defaults.items() if key not in current and x != table.defaults.get(key)
+        }
+        known_defaults = {key: value for key, value in version.defaults.items() if not isinstance(value, Unread)}
+        defaults_text = (
+            ", ".join(f"{key} = {known_defaults[key]}" for key in different_defaults if key in known_defaults)
+            or "none that matters"
+        )
         note = f"{older_key} shows that the file is for {table.name} {version.name}"
-        # A key of an older version proves it by its presence, whatever its value is.
-        if known and (later_key or (version not in older and isinstance(values[older_key], Unread))):
+        # A key that only an older version has proves the version by its presence, whatever its value is.
+        if known_defaults and (later_key or (version not in older and isinstance(values[older_key], Unread))):
             doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
-            notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {listed}")
-            own = {key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in own.items()}
+            notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {defaults_text}")
+            different_defaults = {
+                key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}")
+                for key, x in different_defaults.items()
+            }
         elif version.name:
             name = version.name if version in older else f"{table.version} {version.name}"
-            table = replace(table, version=name, defaults=table.defaults | known)
-            notes.append(f"{note}. Its defaults apply: {listed}")
-        current = current | {key: value for key, value in own.items() if isinstance(value, Unread)}
+            table = replace(table, version=name, defaults=table.defaults | known_defaults)
+            notes.append(f"{note}. Its defaults apply: {defaults_text}")
+        current = current | {key: value for key, value in different_defaults.items() if isinstance(value, Unread)}
     return table, current, tuple(notes)
 
 

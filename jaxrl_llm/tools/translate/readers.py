@@ -100,14 +100,14 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
-    named = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
-    best = max((trl.TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
+    kinds = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
+    best = max((trl.TRL_TRAINERS[kind] for kind in kinds), key=lambda table: _count_known_keys(table, keys))
     if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
-        first_keys = ", ".join(list(keys)[:3])
-        first_lost = f"; not read as a setting: {lost[0]}" if lost else ""
+        first_keys = f"its first keys are {', '.join(list(keys)[:3])}" if keys else "it has no keys"
+        unread_line = f"; this line was not read as a setting: {lost[0]}" if lost else ""
         raise UserError(
-            f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1: its keys are {first_keys or 'none'} ..."
-            f"{first_lost}. Name a config or script of one of these trainers"
+            f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1 ({first_keys}{unread_line}): name a config or "
+            "script of one of these trainers"
         )
     return best
 
@@ -139,9 +139,10 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
         kind, values, of_program, notes = read_script(Path(f"the Python code in {path}"), program)
         return documents.DocumentKeys(values, of_program, [*script.notes, *notes], program=kind)
     if not rounds:
-        first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
+        unreached_line = f" that runs ({lost[0]} belongs to no command that runs)" if lost else ""
         raise UserError(
-            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{first_lost}: name a script that has one"
+            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{unreached_line}: name a script that has "
+            "such a command"
         )
     lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
     # `merge_rounds` makes keys unread that the rounds of a loop set to different values.
@@ -155,18 +156,19 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     keys: keys of the training command. A command whose first word is such a key is a part of the training command that
     a comment has cut off.
     """
-    whole = [command for command in script.commands if not _like_keys(command.words[0])]
-    reached = script.patterns.union(*(command.positions for command in whole))
-    found: list[tuple[int, list[str]]] = []
+    whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
+    reached = script.patterns.union(*(command.positions for command in whole_commands))
+    words_by_line: list[tuple[int, list[str]]] = []
     for word in [word for word in script.lexer.words if word.position not in reached]:
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         match = ASSIGNMENT.match(word_text)
         like_keys = _like_keys(word_text[match.end() if match else 0 :])
-        found.append((script.lexer.line(word.position), [text for text in like_keys if _name(text) not in keys]))
+        unused_words = [text for text in like_keys if _name(text) not in keys]
+        words_by_line.append((script.lexer.line(word.position), unused_words))
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.followed_heredocs):
         first_line = script.lexer.line(heredoc.position)
-        found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
-    lines = [f"line {line}: {' '.join(words)}" for line, words in found if words]
+        words_by_line += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
+    lines = [f"line {line}: {' '.join(words)}" for line, words in words_by_line if words]
     return lines + [text for text in script.nested_scripts if _like_keys(text)]
 
 
