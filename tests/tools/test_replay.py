@@ -282,7 +282,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what d
         "grpo", {"rollout.max_lag": 1, "rollout.partial": 4, "mesh.data": 4, "mesh.tensor": 2, **MODEL},
     ),
 }  # fmt: skip
-# The updates of a what-if are those of the run, so one kind on a device and one on a mesh show what it adds to a replay.
+# The updates of a what-if are those of the run, so a kind on one device and one on a mesh show what it adds.
 WITH_WHAT_IF = ("a critic and two epochs by minibatches", "a lag and partial rollouts on eight devices")
 
 
