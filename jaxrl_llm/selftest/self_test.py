@@ -37,7 +37,7 @@ from jaxrl_llm.selftest.trial import (
     make_trial,
     trial_batch,
 )
-from jaxrl_llm.structs import Array, Batch, Rollouts
+from jaxrl_llm.structs import Array, Batch, PyTree, Rollouts
 from jaxrl_llm.tasks import PREFILL, owns_loop
 
 # A bound such as KL is for float32, and its partner KL_ROUNDED is for other dtypes.
@@ -454,7 +454,7 @@ def push_arrives(trial: Trial) -> CheckReport:
         return skipped(NEEDS_FULL)
     if trial.engine.max_gap is not None:
         return _weight_check(trial)
-    changed_params = jax.tree.map(_changed_weights, trial.params)
+    changed_params = _changed_params(trial.params)
     trial.engine.update_weights(changed_params)
     sampled = trial.sample(TRIAL_KEY, COMPARED_TOKENS)
     # The engine gets the run's own weights again, whatever this check finds.
@@ -482,6 +482,13 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("S9", samples_differ),
     ("S10", push_arrives),
 )
+
+
+# One program for all weights, because operation by operation each shape would compile programs of its own.
+@jax.jit
+def _changed_params(params: PyTree) -> PyTree:
+    """Returns changed weights for a trial push."""
+    return jax.tree.map(_changed_weights, params)
 
 
 def _changed_weights(weights: Array) -> Array:
@@ -536,8 +543,13 @@ def _check_generation_prompt(trial: Trial) -> Iterator[Finding]:
 
 def _distance(gradient: Any, reference: Any) -> float:
     """Returns |gradient - reference| / |reference|."""
-    norm = optax.global_norm(reference)
-    return float(optax.global_norm(jax.tree.map(jnp.subtract, gradient, reference)) / jnp.maximum(norm, 1e-30))
+    return float(_relative_distance(gradient, reference))
+
+
+@jax.jit
+def _relative_distance(gradient: PyTree, reference: PyTree) -> Array:
+    difference, norm = optax.tree.sub(gradient, reference), optax.global_norm(reference)
+    return optax.global_norm(difference) / jnp.maximum(norm, 1e-30)
 
 
 def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:
