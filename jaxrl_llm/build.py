@@ -322,12 +322,19 @@ def make_learning(
     """Builds the scorers, the credit assignment and the learners of a run.
 
     params() -> initial parameters of the policy, called only if all of them learn. base: frozen parameters under the
-    policy's adapters, None without adapters. other(section) -> frozen model of a config section such as "reference".
+    policy's adapters, None without adapters. load_other(section) -> frozen model of a config section such as
+    "reference".
     """
-    sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
+    sizes, mesh, sampling, needed_columns = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
     trained_parameters = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model, sampling, mesh, needed, microbatch=sizes.at_once, exact=recipe.exact, base=trained_parameters.base
+        models.model,
+        sampling,
+        mesh,
+        needed_columns,
+        microbatch=sizes.at_once,
+        exact=recipe.exact,
+        base=trained_parameters.base,
     )
     for name in recipe.frozen:
         scorers[name] = make_frozen_scorer(name, load_other(name), sizes.microbatch, sampling, mesh)
@@ -336,7 +343,7 @@ def make_learning(
     policy = policy_learner(recipe, models.mesh, objective, trained_parameters)
     learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps)}
     if critic := recipe.critic:
-        shared = trained_parameters if models.adapters and not critic.path else None
+        shared_base = trained_parameters if models.adapters and not critic.path else None
         folder = models.other_folders.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
             critic,
@@ -345,11 +352,11 @@ def make_learning(
             mesh,
             aggregate,
             sizes=sizes,
-            shared=shared,
+            shared=shared_base,
             backoff=recipe.learning_rate_backoff,
         )
         learners = {"critic": learner} | learners  # learners update in this order: the critic before the policy
-    has_reference = "ref_logprobs" in needed
+    has_reference = "ref_logprobs" in needed_columns
     reference = (
         make_reference(models, learners["policy"], trained_parameters, recipe.refresh) if has_reference else None
     )

@@ -152,6 +152,7 @@ class Prompts:
     @property
     def computed_tokens(self) -> np.ndarray:
         """Tokens [B], with padding, of the smallest size that holds each prompt."""
+        # Each size is smaller than the one before, so a prompt that k smaller sizes hold is computed with the k-th.
         widths = np.array([self.tokens.shape[1], *(width for width, _ in self.smaller)])
         return widths[self.prompt.count_sizes(self.smaller)]
 

@@ -34,7 +34,7 @@ def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None
 
 
 def example_shapes(sizes: Sizes, prompt_sizes: PromptSizes, mesh: Mesh) -> tuple[Batch, Any]:
-    """Returns the shapes of a batch with completions, and of a column of scores [B, G, C]."""
+    """Returns the shapes of a batch with completions, and of one number [B, G, C] for each of its tokens."""
     place, shape_of = NamedSharding(mesh, sharding.BATCH), jax.ShapeDtypeStruct
     b, g, c = sizes.prompts_per_step, sizes.group_size, sizes.max_completion_tokens
     tokens, mask, score = (shape_of((b, g, c), dtype) for dtype in (jnp.int32, bool, jnp.float32))
@@ -42,7 +42,16 @@ def example_shapes(sizes: Sizes, prompt_sizes: PromptSizes, mesh: Mesh) -> tuple
     images = Images.shapes((b,), width, image_sizes) if image_sizes else None
     prompts, prompt_mask = shape_of((b, width), jnp.int32), shape_of((b, width), bool)
     tree = Tree(tokens, tokens, tokens) if sizes.trees else None
-    batch = Batch(prompts, prompt_mask, tokens, mask, mask, images=images, smaller=smaller, tree=tree)
+    batch = Batch(
+        prompts=prompts,
+        prompt_mask=prompt_mask,
+        completions=tokens,
+        completion_mask=mask,
+        loss_mask=mask,
+        images=images,
+        smaller=smaller,
+        tree=tree,
+    )
     return placed((batch, score), place)
 
 

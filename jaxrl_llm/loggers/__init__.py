@@ -147,7 +147,7 @@ class BackgroundLogger:
                 # The call stays in the queue and is sent without the lock, because a send may last minutes, for which
                 # a step that writes must not wait.
                 call = self._calls[0]
-            is_refused = partial(self._is_refused, logger, call)
+            is_refused = partial(self._try_another_call, logger, call)
             sent = not _accepts(logger, call) or self._retry(call[0], partial(_send, logger, call), is_refused)
             with self._changed:
                 # `_add_call` may have dropped this call meanwhile, and has counted it then.
@@ -160,8 +160,11 @@ class BackgroundLogger:
         if logger:
             self._retry("close", lambda: (logger.close(),))
 
-    def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
-        """Returns whether the logger refuses this call only: it takes another waiting call, so the server works."""
+    def _try_another_call(self, logger: Logger, call: Call, tries: int) -> bool:
+        """Sends another waiting call. If the logger takes it, the server works, and True means: `call` is refused.
+
+        tries: failed tries of `call`, at least MAX_TRIES.
+        """
         with self._changed:
             # A call of another method shows nothing: it may do nothing in this logger.
             other_calls = [other for other in self._calls if other is not call and other[0] == call[0]]

@@ -140,9 +140,10 @@ def _attend_in_windows(
     def split_windows(x: Array) -> jax.Array:
         return x.reshape(len(x), -1, size, *x.shape[3:])
 
-    grouped, row = head_major(split_windows(query), split_windows(key), split_windows(value))
+    # The layout of `attend`: queries by key-value head, and keys and values of a row, which is a window here.
+    grouped_query, window = head_major(split_windows(query), split_windows(key), split_windows(value))
     visible = Visible(_equal_segments(split_windows(segments), split_windows(segments)))
-    return token_major(attend(grouped, row, visible, precision=precision)).reshape(query.shape)
+    return token_major(attend(grouped_query, window, visible, precision=precision)).reshape(query.shape)
 
 
 def _attend_in_images(

@@ -277,8 +277,8 @@ def check_kl(recipe: Recipe) -> None:
         )
     if kl.refresh and kl.refresh.mix < 1 and recipe.adapters and not recipe.adapters().linear:
         raise UserError(
-            f"config.kl.refresh.mix = {kl.refresh.mix} must be 1.0 with adapters of this kind, because the mean of two "
-            "adapters is another model than the mean of two policies"
+            f"config.kl.refresh.mix = {kl.refresh.mix} mixes policy and reference, but a mean of adapters of this kind "
+            "is not the adapter of the mean policy: set kl.refresh.mix to 1.0"
         )
     if kl.placement == "reward" and kl.estimator == "k3_weighted":
         raise UserError(

@@ -189,9 +189,9 @@ class EnvironmentPool:
         def too_long(size: int) -> bool:
             return len(encode_cut(size)) > self.observation_tokens
 
-        # Bisection finds the longest cut that fits with few encodings.
-        size = bisect_left(range(1, max(map(len, results)) + 1), True, key=too_long)
-        return None if too_long(size) else encode_cut(size)
+        # Bisection finds the longest cut that fits with few encodings: the number of sizes from 1 on that fit.
+        longest_fit = bisect_left(range(1, max(map(len, results)) + 1), True, key=too_long)
+        return None if too_long(longest_fit) else encode_cut(longest_fit)
 
     @cached_property
     def possible_turn_ends(self) -> np.ndarray:

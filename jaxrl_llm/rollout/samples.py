@@ -415,7 +415,7 @@ def resample_groups(
 def _groups_of_all_processes(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns three arrays over the groups of all processes: whether it has no signal, its row number, its source."""
     prompts = samples.prompts
-    # The array holds objects. An array of text would cut the names of other processes to the longest name here.
+    # An array of text has room for the longest name of this process, and would cut longer names of other processes.
     sources = np.array(prompts.sources or [""] * len(prompts.numbers), object)
     no_signal, numbers, sources = (
         distributed.gather(x, SAMPLING) for x in (samples.no_signal, prompts.numbers, sources)
@@ -431,7 +431,7 @@ def apply_replacements(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
     rollouts, wait_for_grades = samples.rollouts, samples.wait_for_grades
     for replacement in samples.replacements:
         rollouts, graded = _apply_replacement(rollouts, wait_for_grades(), replacement, tokenizer, mesh)
-        wait_for_grades = partial(GradedCompletions, *graded)
+        wait_for_grades = partial(GradedCompletions, *graded)  # nothing is left to wait for
     return replace(samples, rollouts=rollouts, wait_for_grades=wait_for_grades, replacements=[])
 
 

@@ -68,7 +68,7 @@ class WorkDirectory:
 def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Iterator[WorkDirectory]:
     """Yields the work directory, which is not locked yet because the config is unknown at this point.
 
-    signals, command: the arguments of `build.build`, which say how signals end the run.
+    signals: whether signals end the run. command: whether the run is a command of the shell (`build.build`).
     """
     with ExitStack() as resources, stop_signals(resources, signals, command) as stop:
         resources.callback(WATCHDOG.close)
@@ -86,9 +86,10 @@ def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Itera
 def open_session(
     work_directory: WorkDirectory, plan: Plan, models: ModelStates, mesh: Mesh, input_hashes: dict[str, str], rows: Rows
 ) -> tuple[Session, int, list[Change]]:
-    """Opens checkpoints of `models`, log and health rules.
+    """Opens the checkpoints of a run, its log and its health rules.
 
-    input_hashes: hashes of models and data by config field. rows: rows of the run.
+    models: shapes and loaders of what checkpoints hold. input_hashes: hashes of models and data by config field. rows:
+    identity of the data rows, on which the position in the data depends.
     Returns the session, whose `trainer` the caller sets, the step after which the run continues (0 = a new run), and
     the changes of rows and code that the config accepts.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has too little free space.

@@ -48,6 +48,7 @@ def owns_loop(kind: Any) -> bool:
     return getattr(kind, "owns_loop", False)
 
 
+# Each kind: the package in which names without a module are looked up, and a test of what a function of the kind is.
 HERE = sys.modules[__name__]
 SOURCES = Kind(HERE, lambda function: _parameters(function) == [])
 CONVERTERS = Kind(HERE, lambda function: _parameters(function) == ["row"])

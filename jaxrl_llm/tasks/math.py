@@ -163,9 +163,13 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
     words = [_words(text) for text in pair]
     if words[0] == words[1] != "":
         return True
-    # These pairs are wrong, although math-verify reads X as x, and 5 7 as 12.
-    if words[0].casefold() == words[1].casefold() or NUMBERS_IN_A_ROW.fullmatch(box):
+    # Words that differ only in their case are different names, although math-verify reads X as x.
+    if words[0].casefold() == words[1].casefold():
         return False
+    # "5 7" is no number, although math-verify reads 12.
+    if NUMBERS_IN_A_ROW.fullmatch(box):
+        return False
+    # Two different phrases are no mathematics, which math-verify would read as products of their letters.
     if all(PHRASE.fullmatch(text) for text in words) and ("\\" in box + answer or WORD.search(unwrapped(answer))):
         return False
     return None

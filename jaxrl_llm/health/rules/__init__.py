@@ -53,14 +53,16 @@ def _metric_with_gaps(inputs: RuleInputs, records: Sequence[LogRecord]) -> str:
 
     inputs: metrics of the rule; only rules that average several records can fail by gaps.
     """
-    for name in inputs.metrics if inputs.records >= RECENT_STEPS else ():
+    if inputs.records < RECENT_STEPS:
+        return ""
+    for name in inputs.metrics:
+        # Step 0 is an evaluation before the first step, whose record has no metrics of a step.
         present_at = [
             number for number, record in enumerate(records) if record.get(name) is not None and record["step"]
         ]
-        if all(
-            last_present - first_present >= 2 * RECENT_STEPS
-            for first_present, last_present in zip(present_at, present_at[RECENT_STEPS - 1 :], strict=False)
-        ):
+        # Distances between the first and the last of RECENT_STEPS values that follow one another.
+        spans = [last - first for first, last in zip(present_at, present_at[RECENT_STEPS - 1 :], strict=False)]
+        if all(span >= 2 * RECENT_STEPS for span in spans):
             return f"most records lack {name}"
     return ""
 

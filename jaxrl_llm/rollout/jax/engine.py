@@ -270,10 +270,10 @@ class Sampler:
         *,
         wanted_groups: int = 0,
     ) -> Iterator[Program]:
-        """Yields each program for calls of these sizes, the largest program of a phase first.
+        """Yields each program that calls of these sizes may run, the largest of a phase first, to compile or plan it.
 
-        params: pushed parameters, or their shapes. wanted_groups: groups with which `sample_first` ends; 0 = calls of
-        `sample`.
+        params: pushed parameters, or their shapes, of which the programs read the engine's copy. wanted_groups: groups
+        with which `sample_first` ends; 0 = calls of `sample`.
         """
         yield from self._copier.programs(params)
         group_sampling = GroupSampling(group_size, sampling, self._mesh)

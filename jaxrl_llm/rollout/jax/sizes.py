@@ -152,8 +152,8 @@ def cache_bytes(memory: int, resident_arrays: PyTree, *, beside_learning: bool) 
 def sequence_limit(max_sequences: int, wanted_sequences: int) -> int:
     """Returns the most completions that hold pages at a time, which is the smaller bound; 0 = all completions.
 
-    max_sequences: engine.max_sequences, 0 = no bound. wanted_sequences: completions of a step, or those with which a
-    call of partial rollouts ends; 0 = no bound.
+    max_sequences: engine.max_sequences, 0 = no bound. wanted_sequences: number of complete completions after which a
+    call returns (a step's completions, also if a partial rollout has more in flight); 0 = no bound.
     """
     return min(filter(None, (max_sequences, wanted_sequences)), default=0)
 

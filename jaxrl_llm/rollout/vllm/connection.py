@@ -120,7 +120,7 @@ class ServerConnection:
 
         with self._exclusive():
             server_version = self._read_version()
-            # A fresh server has been restarted, or has an unfinished push.
+            # A fresh server has no weights of this run (version below 0, after a restart) or an unfinished push.
             is_fresh = server_version < 0 or self.ready_version is None
             # Read the version before the push: the file may be newer than this version, but never older.
             version = self._weight_file.version

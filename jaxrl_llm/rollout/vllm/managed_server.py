@@ -58,7 +58,10 @@ class ManagedServer:
             last_line = " ".join(self.log.read_text(errors="replace").strip().splitlines()[-1:])
             if last_line.startswith(ERROR_PREFIX):
                 raise UserError(f"config.engine.server_args: {last_line.removeprefix(ERROR_PREFIX)}")
-            raise UserError(f"config.engine.managed: the vLLM server has ended ({last_line[:300]}); see {self.log}")
+            raise UserError(
+                f"config.engine.managed: the vLLM server has ended ({last_line[:300]}): mend what {self.log} says, and "
+                "start the run again"
+            )
 
     def has_log_grown(self) -> bool:
         """Returns whether the server's log has grown since the last call."""
