@@ -157,7 +157,7 @@ args = CPOConfig("out", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=1.4, beta=
 CPOTrainer("google/gemma-2-2b-it", args, train_dataset=make_pairs())
 """
 TRL_PPO = """
-accelerate launch --num_processes 4 train.py --sft_model_path someone/sft --reward_model_path someone/rm \\
+accelerate launch --num_processes 4 trl/scripts/ppo.py --sft_model_path someone/sft --reward_model_path someone/rm \\
     --dataset_name someone/prompts --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
     --num_mini_batches 2 --total_episodes 1280 --kl_coef 0.03 --cliprange_value=0.3 --warmup-steps 3 --bf16
 """
@@ -289,7 +289,7 @@ FILES = {
          "data.chat_template_args": {"enable_thinking": False}}, {},
     ),
     "names of programs and redirections.sh": (
-        "torchrun --standalone train.py --model_name_or_path a/b --dataset_name c/d --dataset_config main"
+        "torchrun --standalone trl/scripts/grpo.py --model_name_or_path a/b --dataset_name c/d --dataset_config main"
         " --reward_funcs accuracy_reward --no_gradient_checkpointing --learning_rate 1e-5 > train.py 2>&1 &"
         "\npython -m json.tool x.py",
         {"data.source": "c/d:main@train", "data.answer_column": "solution", "optim.learning_rate": 1e-5,
@@ -843,7 +843,7 @@ def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence(wording):
         wording("\n".join(made.outcomes[key].reason for key, kind in kinds.items() if kind != "yours"))
 
 
-TRAIN = "train.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
+TRAIN = "trl/scripts/grpo.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
     "--per_device_train_batch_size 2 --num_generations 4 --max_steps 10"
 )
 TINY_ZERO = (

@@ -98,7 +98,7 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     2>&1 | tee $EXPERIMENT_NAME.log
 """, {"group_size": 5, "env.most_searches": 2}, []),
     "torchrun in a comment's way.sh": (f"""torchrun --nproc_per_node=8 --nnodes 2 \\
-    train.py {TRL} \\
+    trl/scripts/grpo.py {TRL} \\
     --per_device_train_batch_size 2 \\
     # --num_generations 16 \\
     --beta 0.01
@@ -110,7 +110,7 @@ trl grpo $ARGS --use_peft --lora_r 8 --lora_dropout 0.1 --dtype bfloat16 --repor
 beta: ${{BETA:-0.02}}
 num_generations: 4
 EOF
-deepspeed --num_gpus=4 train.py {TRL} --config conf.yaml
+deepspeed --num_gpus=4 trl/scripts/grpo.py {TRL} --config conf.yaml
 """, {"kl.coef": 0.02, "group_size": 4, "prompts_per_step": 8}, []),
 }  # fmt: skip
 KEY = re.compile(r"(?<![\w./'\"-])[+~]*([a-z_]\w*(?:\.\w+)+)=(?!=)|(?<![\w-])--([a-z_]+)(?=[ =\n])")
@@ -397,7 +397,7 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
     assert "prompts_per_step" in translate(source.table, source.keys).unknown()
     assert "prompts_per_step" not in translate(source.table, source.keys, processes=2).unknown()
     for launch, count in (("accelerate launch", 0), ("deepspeed", 0), ("trl grpo", 0), ("python", 1), ("torchrun", 1)):
-        program = "" if launch == "trl grpo" else "train.py"
+        program = "" if launch == "trl grpo" else "trl/scripts/grpo.py"
         (script := tmp_path / "run.sh").write_text(f"{launch} {program} {TRL} --num_generations 4\n")
         one = readers.read(script)
         assert ("prompts_per_step" in translate(one.table, one.keys).unknown()) == (count == 0), launch
@@ -409,7 +409,7 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
 def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):
     (tmp_path / "x.yaml").write_text("model_name_or_path: a/b\nbeta: 0.1\nper_device_train_batch_size: 4\n")
     launch = "accelerate launch --num_processes 2 scripts/run_dpo.py "
-    for command, beta in product((launch, launch + "train ", "python cli.py dpo "), (0.1, 0.5)):
+    for command, beta in product((launch, launch + "train ", "python trl/scripts/cli.py dpo "), (0.1, 0.5)):
         (path := tmp_path / "run.sh").write_text(f"{command}x.yaml" + f" --beta={beta}" * (beta != 0.1))
         source = readers.read(path)
         assert source.table.name == "TRL's DPO" and source.lost == ()
@@ -422,14 +422,14 @@ def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):
 def test_patterns_of_a_parser_of_a_script_are_no_keys(tmp_path):
     (path := tmp_path / "run.sh").write_text(
         'while [ $# -gt 0 ]; do\n  case "$1" in\n    --learning_rate) LR="$2"; shift 2 ;;\n'
-        '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python train.py {TRL}\n"
+        '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python trl/scripts/grpo.py {TRL}\n"
     )
     assert readers.read(path).lost == ()
 
 
 def test_a_place_for_a_path_is_not_read(tmp_path):
     (path := tmp_path / "run.sh").write_text(
-        "MODEL='<your/model>'\npython train.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
+        "MODEL='<your/model>'\npython trl/scripts/grpo.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
         "    --dataset_name <DATA-DIR>/train.jsonl --reward_funcs accuracy_reward --max_steps 20 <in.txt > out.log\n"
     )
     (tmp_path / "grpo.yaml").write_text("model_name_or_path: <MODEL>\nreward_funcs: [accuracy_reward]\nbeta: 0.1\n")

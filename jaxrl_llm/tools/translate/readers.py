@@ -18,9 +18,10 @@ from jaxrl_llm.tools.translate.outcome import TrainerTable, matches
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import ShellCommand
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
+from jaxrl_llm.tools.translate.table import SENTENCES, read_names
 
-# A key of any trainer.
-KEY = re.compile(r"[\w./@-]+")
+# A key of any trainer, or of a program of TRL, such as trainer.model.my_function().
+KEY = re.compile(r"[\w./@-]+|(trainer\.|[*][*]).*")
 # An argument section.key=value of veRL, EasyR1 or Search-R1.
 SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 # A module of Python, as after `python -m`.
@@ -29,6 +30,8 @@ MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 SECTION_TRAINERS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 # First words of these keys, such as actor_rollout_ref.
 FIRST_SECTIONS = {key.split(".")[0] for table in SECTION_TRAINERS for key in table.rules if "." in key}
+# {pattern of the file of a program that the tables describe: what it does besides its options}
+KNOWN_PROGRAMS = read_names("programs")
 # {part of the name of a TRL program: key of trl.TRL_TRAINERS}
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 # TRL's keys that change a run, which are --flags of its command line.
@@ -194,10 +197,13 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
         return None
     # The word after -m or trl is a module or a command of trl, and no argument.
     inside = words[start + 1 + (words[start] in ("-m", "trl")) :]
+    # The file of a module is program_file too.
+    program_file = f"{words[start + 1].replace('.', '/')}.py" if words[start] == "-m" else words[start]
+    known_note = next((note for pattern, note in KNOWN_PROGRAMS.items() if re.search(pattern, program_file)), None)
     hydra, unkeyed = arguments.keys_of(inside)
     if any(key.split(".")[0] in documents.SECTIONS for key in hydra) or "--config-name" in hydra:
         keys = documents.with_files(path, {key: arguments.value_of(value) for key, value in hydra.items()}, files)
-        keys.lost += _unkeyed(unkeyed)
+        keys.lost += _unkeyed(unkeyed) + [f"{program_file}: {SENTENCES['OTHER_MAIN']}"] * (known_note is None)
         return documents.with_references(keys)
     options, unkeyed = arguments.flags(inside)
     values: dict[str, Any] = {}
@@ -210,16 +216,40 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
     keys = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
     trl_keys = [key for key in keys.values if key != "config" or program]
+    file = documents.find_file(path, program_file, files) if known_note is None else None
     if not any(table.knows(key) for table in trl.TRL_TRAINERS.values() for key in trl_keys):
-        return None
-    for key, value in launchers.flags(path, words[: start + 1], files).items():
-        keys.values.setdefault(key, value)
+        # All options may be the program's own.
+        if not (file and MAKES_CONFIG.search(file[1])):
+            return None
     keys.program = program
-    if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
-        keys.values["wandb_project"] = arguments.value_of(" ".join(project))
     known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
+    if known_note is None:
+        _follow_program(program_file, file, keys)
+    keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
+    for key, value in launchers.flags(path, words[: start + 1], files).items():
+        keys.values.setdefault(key, value)
+    if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
+        keys.values["wandb_project"] = arguments.value_of(" ".join(project))
     return keys
+
+
+def _follow_program(name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys) -> None:
+    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read."""
+    if not file:
+        keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
+        return
+    try:
+        kind, values, lost, notes = read_script(*file, keys.values)
+    except UserError as error:
+        keys.lost.append(f"{name}: this program is not followed ({error})")
+        return
+    # A setting of the script wins over the option of the command that is another name of it.
+    renamed = trl.TRL_TRAINERS[kind].renamed
+    keys.values = {renamed[key] if renamed.get(key) in values else key: x for key, x in values.items()}
+    keys.program = kind
+    keys.lost += lost
+    keys.notes += [f"{name} is read, with the options of the command", *notes]
 
 
 def _unkeyed(words: Sequence[str]) -> list[str]:

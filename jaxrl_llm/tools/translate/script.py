@@ -6,6 +6,7 @@ The script is never run: script_calls.py interprets its syntax tree. The rules i
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,15 @@ from jaxrl_llm.tools.translate.table import WORDS
 TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
 
-def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
+def read_script(
+    path: Path, text: str, options: Mapping[str, Any] | None = None
+) -> tuple[str, dict[str, Any], list[str], list[str]]:
     """Returns the kind of the trainer, the keys of the script, lines that belong to no key, and notes on values.
 
     Arguments of the trainer are keys that begin with "trainer.". The value of a function or a data set is its name, and
     any other value that is no literal is `Unread`. An unknown call that changes an object is a key too.
+    options: options of the command that starts the script; None if no command is known. An option that the script reads
+    itself becomes a key that begins with "program.".
     Raises: UserError, if the script is no Python, or makes no config of a trainer of TRL.
     """
     try:
@@ -37,7 +42,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
         lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
-    run = _followed(tree)
+    run = _followed(tree, options)
     configs = (item for item in run.items if item.kind == "config")
     config = next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
@@ -61,12 +66,17 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     for name, value in arguments.items():
         keys |= argument_keys(f"trainer.{name}", value)
     keys |= _steps("trainer", trainer) if trainer else {}
+    if options:
+        own_options = run.own_options if run.is_config_parsed else options.keys()
+        keys = {f"program.{name}": options[name] for name in own_options} | {
+            name: value for name, value in keys.items() if not (name in own_options and value is options[name])
+        }
     return str((trainer or config).value), keys, lost, run.notes  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _followed(tree: ast.Module) -> script_calls.ScriptRun:
+def _followed(tree: ast.Module, options: Mapping[str, Any] | None) -> script_calls.ScriptRun:
     """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
-    run = script_calls.ScriptRun()
+    run = script_calls.ScriptRun(options)
     with suppress(script_calls.TrainingStarts):
         run.follow(tree.body)
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
@@ -75,7 +85,7 @@ def _followed(tree: ast.Module) -> script_calls.ScriptRun:
         is_needed = not any(item.kind == "trainer" for item in run.items)
         if is_needed and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys():
             with suppress(script_calls.TrainingStarts):
-                run.follow_function(function, {}, function)
+                run.follow_function(function, dict(options or {}), function)
     return run
 
 

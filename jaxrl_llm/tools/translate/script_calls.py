@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -59,8 +60,11 @@ def unread_config(kind: str, node: ast.Call) -> ScriptObject:
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, Any] | None) -> None:
         super().__init__()
+        self.options = options  # options of the command that starts the script; None if no command is known
+        self.own_options: set[str] = set()  # options that the script declares itself
+        self.is_config_parsed = False  # whether all other options are settings of TRL's config
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
         self.notes: list[str] = []
         self.depth = 0  # calls of functions of the script inside each other
@@ -322,17 +326,44 @@ class ScriptRun(Interpreter):
             parser.keys |= arguments
         if name not in WORDS["parse_methods"]:
             return Unread(snippet(node))
-        self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
+        if self.options is None:
+            self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
         if parser.value is None:
-            options = ScriptObject("object", snippet(node), parser.keys)
+            options = ScriptObject("object", snippet(node), self.with_options(parser.keys))
             return [options, []] if "known" in name else options
         return [self.parsed(entry, node) for entry in parser.value if isinstance(entry, ScriptObject)]
 
+    def with_options(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields that the script declares, with their values in the command that starts the script."""
+        given_options = {name: x for name, x in (self.options or {}).items() if name in fields}
+        self.own_options |= given_options.keys()
+        return dict(fields) | given_options
+
     def parsed(self, entry: ScriptObject, node: ast.Call) -> Any:
-        """Returns what a parser makes of one of its classes. TRL's config has what the script itself assigns to it."""
-        if (name := last_part(entry.value)) in CONFIGS:
-            return unread_config(CONFIGS[name], node)
-        return Unread(snippet(node)) if entry.value else self.instance(entry, node)
+        """Returns what a parser makes of one of its classes, from the options of the command if they are known."""
+        name = last_part(entry.value)
+        if self.options is None:
+            # TRL's config has what the script itself assigns to it.
+            known = unread_config(CONFIGS[name], node) if name in CONFIGS else Unread(snippet(node))
+            return known if entry.value else self.instance(entry, node)
+        self.is_config_parsed |= name in CONFIGS
+        if name in CONFIGS:
+            own_fields = entry.keys if entry.kind == "class" else {}
+            item = ScriptObject("config", CONFIGS[name], {**own_fields, **self.options}, dict(entry.steps), node)
+            self.items.append(item)
+            return item
+        if entry.value:
+            return ScriptObject("object", entry.value, read_names("parsed_defaults") | dict(self.options))
+        item = self.instance(entry, node)
+        item.keys = read_names("parsed_defaults") | dict(self.options) | self.with_options(item.keys)
+        return item
+
+    def call_get_peft_config(self, parent: str, node: ast.Call) -> Any:
+        """Interprets TRL's functions that make objects of a parsed ModelConfig, whose options are keys themselves."""
+        return Unread(snippet(node)) if self.options is None else None
+
+    call_get_quantization_config = call_get_peft_config
+    call_get_kbit_device_map = call_get_peft_config
 
     def call_get_soft_overlong_punishment(self, parent: str, node: ast.Call) -> Any:
         """Interprets TRL's penalty for long completions: a reward function named with its length."""

@@ -84,7 +84,8 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
 def dataset(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `dataset_name`, a data set of the hub, a folder or a file, to `data.source`."""
     name, subset = str(value), _configuration(keys)
-    if subset and "/" in name and not name.endswith(conversions.FILES):
+    # A data set that a script loads has its configuration in its name.
+    if subset and ":" not in name and "/" in name and not name.endswith(conversions.FILES):
         name = f"{name}:{subset}"
     if name.endswith(conversions.FILES) or "/" in name:
         return conversions.dataset("data", name, str(keys.get("dataset_train_split", "train")))
