@@ -25,16 +25,8 @@ from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import conversions, easyr1, lint, readers, search_r1, trl, trl_objectives, verl, writer
-from jaxrl_llm.tools.translate.outcome import (
-    KINDS,
-    QUIET_FIELDS,
-    Keys,
-    Outcome,
-    Translation,
-    Unread,
-    matches,
-    translate,
-)
+from jaxrl_llm.tools.translate.outcome import KINDS, QUIET_FIELDS, Keys, Outcome, Translation, Unread, translate
+from jaxrl_llm.tools.translate.releases import Releases, matches
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SYSTEMS = {
@@ -1003,7 +995,7 @@ def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
             key = key.replace("[*][*]", "**").replace("*", "anything")
             results = []
             # Whether the key stands there may prove a version.
-            for value in VALUES[1:] if system.older else VALUES:
+            for value in VALUES[1:] if system.releases.until else VALUES:
                 with contextlib.suppress(UserError, KeyError):
                     results.append(decided(context | {key: value}))
             unknown = translate(system, context | {key: Unread("args.x")}).unknown()
@@ -1044,7 +1036,7 @@ def test_flags_of_a_launcher_in_a_variable_are_not_named_as_lost(tmp_path):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_old_and_the_new_name_of_a_key_mean_the_same(name):
-    system = replace(SYSTEMS[name], older=())  # an old name may prove a version
+    system = replace(SYSTEMS[name], releases=Releases(""))  # an old name may prove a version
     for old, new in system.renamed.items():
         for value in (True, False, "gae", ["a"]):
             with contextlib.suppress(UserError):

@@ -30,7 +30,9 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
         raise UserError(f"--processes: the batch of {source.table.name} does not depend on it: leave it out")
     if to and to.suffix != ".py":
         raise UserError(f"--to {to}: must be a new file that ends with .py")
-    translation = translate(source.table, source.keys, rows=rows, processes=processes, referred=source.referred)
+    translation = translate(
+        source.table, source.keys, rows=rows, processes=processes, referred=source.referred, pinned=source.pinned
+    )
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
     written = ""
     if to:
@@ -57,7 +59,9 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
 
 def print_first(source: readers.ForeignConfig, translation: Translation, refusal: str) -> None:
     """Prints the version of the file, why the run may be another one, and notes on its values."""
-    lines = [f"version: {note}" for note in translation.notes]
+    table = translation.table
+    assumed = f"the file shows none, so the defaults are those of {table.version}; {table.releases.hint}"
+    lines = [f"version: {note}" for note in translation.notes or [assumed] * bool(table.releases.history)]
     lines += [f"not supported: {refusal}: train refuses the config"] if refusal else []
     lines += [f"not read as a setting: {line}" for line in source.lost]
     lines += [f"note: {note}" for note in (*source.notes, images.note(source.keys)) if note]

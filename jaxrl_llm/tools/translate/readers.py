@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, script_calls, search_r1, shell, trl, verl
-from jaxrl_llm.tools.translate.outcome import TrainerTable, matches
+from jaxrl_llm.tools.translate.outcome import TrainerTable
+from jaxrl_llm.tools.translate.releases import matches
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import ShellCommand
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
@@ -49,7 +50,7 @@ class ForeignConfig:
     """The keys of a config or script, and the table of the trainer that they are for.
 
     lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    to which other keys refer.
+    to which other keys refer; pinned: version of the trainer that the text names, "" if it names none.
     """
 
     table: TrainerTable
@@ -57,6 +58,7 @@ class ForeignConfig:
     lost: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     referred: frozenset[str] = frozenset()
+    pinned: str = ""
 
 
 def read(path: Path) -> ForeignConfig:
@@ -75,7 +77,8 @@ def _read(path: Path, text: str) -> ForeignConfig:
     """Reads the text of a config or script by the suffix of its path: .py, .json, .yaml, or else a shell script."""
     if path.suffix == ".py":
         kind, values, lost, notes = read_script(path, text)
-        return ForeignConfig(trl.TRL_TRAINERS[kind], values, tuple(lost), tuple(notes))
+        table = trl.TRL_TRAINERS[kind]
+        return ForeignConfig(table, values, tuple(lost), tuple(notes), pinned=pinned_version(table, text))
     is_document = path.suffix in (".json", ".yaml", ".yml")
     keys = documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
@@ -89,7 +92,16 @@ def _read(path: Path, text: str) -> ForeignConfig:
             values["num_processes"] = None
         # Most keys belong to all trainers of TRL, so the name of the program decides.
         table = trl.TRL_TRAINERS.get(keys.program, table)
-    return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
+    pinned = pinned_version(table, f"{text}\n{keys.program_text}")
+    return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred), pinned)
+
+
+def pinned_version(table: TrainerTable, text: str) -> str:
+    """Returns the version of the trainer that a text names, as in trl==0.16.1 or "# trl 0.16"; "" if it names none."""
+    match = re.search(
+        rf"\b{table.releases.package}(?:\[[\w,]+\])?(?:==|~=| v?|@v|-)(\d+\.\d+(?:\.\d+)?)\b", text, re.IGNORECASE
+    )
+    return match[1] if match and table.releases.history else ""
 
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> TrainerTable:
@@ -247,7 +259,7 @@ def _follow_program(name: str, file: tuple[Path, str] | None, keys: documents.Do
     # A setting of the script wins over the option of the command that is another name of it.
     renamed = trl.TRL_TRAINERS[kind].renamed
     keys.values = {renamed[key] if renamed.get(key) in values else key: x for key, x in values.items()}
-    keys.program = kind
+    keys.program, keys.program_text = kind, file[1]
     keys.lost += lost
     keys.notes += [f"{name} is read, with the options of the command", *notes]
 

@@ -66,4 +66,4 @@ def base(keys: Keys) -> str:
 
 
 RULES = vars(family) | vars(verl) | FAMILY.rules() | globals()
-SEARCH_R1 = trainer_table("Search-R1", "commit 0789f5e", ROWS, RULES, base, as_of=0.2)
+SEARCH_R1 = trainer_table("Search-R1", "commit 0789f5e", ROWS, RULES, base, as_of=(0, 2))

@@ -2,9 +2,8 @@
 
 The keys are those of TRL 1.16 (PPO: trl.experimental 0.29), with older keys and keys of alignment-handbook. trl.tsv has
 the keys that the trainers share, also of ModelConfig and ScriptArguments, with the arguments of a trainer and what a
-script does to its objects. trl_grpo.tsv, trl_dpo.tsv and so on have the keys of one trainer. In these files the column
-`was` is a sentence: it warns of a default that older versions of TRL had otherwise. trl_versions.tsv has the defaults
-of older versions.
+script does to its objects. trl_grpo.tsv, trl_dpo.tsv and so on have the keys of one trainer. trl_versions.tsv has the
+defaults of Unsloth and of SimPO's own trainer.
 """
 
 from __future__ import annotations
@@ -16,18 +15,27 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts, trl_rows  # noqa: F401 (tables name trl_rows)
 from jaxrl_llm.tools.translate.documents import parse_scalar
-from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Unread, Version
+from jaxrl_llm.tools.translate.outcome import (
+    QUIET_FIELDS,
+    Conditional,
+    Keys,
+    Outcome,
+    Rule,
+    TrainerTable,
+    Unread,
+    Version,
+)
 from jaxrl_llm.tools.translate.table import Row, read_columns, read_rows, trainer_table
 
 tower = images.tower(trl_parts.adapted)
-# Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
+# Rows of trl_versions.tsv: editions of TRL, with the keys that show that a file is for them, and their defaults.
 VERSIONS = read_columns("trl_versions")
 # Fields that keys of other classes than TRL's config decide: those of the trainer, of ModelConfig and ScriptArguments.
 NOT_OF_CONFIG = re.compile(r"model\.path|adapters|reward(_model|\.f)|data\.(source|convert|prompt_column)|eval\.source")
 
 
 def versions(kind: str) -> list[Version]:
-    """Returns versions of a TRL trainer with other defaults. kind: key of `TRL_TRAINERS`, such as "grpo"."""
+    """Returns editions of a TRL trainer with other defaults. kind: key of `TRL_TRAINERS`, such as "grpo"."""
     return [
         Version(
             name,
@@ -55,13 +63,14 @@ def unpacked(table_rows: Mapping[str, Row], trainer: TrainerTable) -> Version:
 
 
 def noted(row: Row, rule: Rule) -> Rule:
-    """Returns a key's rule that warns of an unset value: older TRL versions had the default that `row.was` says."""
+    """Returns a key's rule that warns of an unset value: older TRL releases had the defaults that `row.was` says."""
     if isinstance(rule, Conditional):
         return replace(rule, rule=noted(row, rule.rule))
 
     def with_note(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
-        has_newest_default = row.key not in keys and value == parse_scalar(row.default)
+        is_idle = outcome.fields.keys() <= QUIET_FIELDS
+        has_newest_default = not is_idle and row.key not in keys and value == parse_scalar(row.default)
         note = f"{row.default}; {row.was}"
         return replace(outcome, kind="changed", reason=note) if has_newest_default else outcome
 
@@ -73,9 +82,7 @@ def trl_table(kind: str, name: str, version: str, base: str, tables: str) -> Tra
     table_rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
     trainer = trainer_table(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
     notes = {key: noted(row, trainer.rules[key]) for key, row in table_rows.items() if row.was and key in trainer.rules}
-    patches = [version for version in versions(kind) if version.name.startswith("with ")]
-    older = tuple(version for version in versions(kind) if version not in patches)
-    return replace(trainer, rules=trainer.rules | notes, older=older, patches=(*patches, unpacked(table_rows, trainer)))
+    return replace(trainer, rules=trainer.rules | notes, patches=(*versions(kind), unpacked(table_rows, trainer)))
 
 
 GRPO = trl_table("grpo", "GRPO", "1.16.0", "grpo", "trl_grpo")

@@ -53,7 +53,7 @@ def device_completions(keys: Keys) -> int:
     """Returns how many completions, or pairs, one process has in a forward pass of TRL."""
     count = int(keys["per_device_train_batch_size"])
     # TRL 0.14 counts the prompts of a process.
-    if keys.defaults.get("(per_device_counts)") == "prompts":
+    if keys["(per_device_counts)"] == "prompts":
         return count * group_size(keys)
     # Unsloth makes a batch without whole groups one group.
     product = count * int(keys["gradient_accumulation_steps"]) * processes(keys)
