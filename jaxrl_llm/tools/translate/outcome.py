@@ -200,7 +200,7 @@ class Translation:
             unfinished = {name: reason for name, reason in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
                 unfinished |= getattr(outcome, attribute)
-        unfinished |= self.differing if attribute == "unknown" else {}
+        unfinished = {**self.differing, **unfinished} if attribute == "unknown" else unfinished
         # A section that is None has no fields to complete.
         sections = tuple(f"{name}." for name, x in self.fields().items() if x is None and name not in unfinished)
         return {name: reason for name, reason in unfinished.items() if not name.startswith(sections)}

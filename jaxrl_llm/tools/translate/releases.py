@@ -74,12 +74,12 @@ class Releases:
             return [LATEST], []
         # Keys of earlier and of later releases contradict each other, so any release between them is possible.
         low, high = sorted([first.get(new_key, ()), last.get(old_key, LATEST)])
-        sign = ", ".join(filter(None, [old_key, new_key]))
+        sign = ", ".join(dict.fromkeys(filter(None, [old_key, new_key])))
         if pinned:
             low = high = release(pinned)
             sign = f"{self.package} {pinned}"
         ends = {end for older in self.history.values() for _, end in older if low <= end < high}
         span = "until " * (not low) + " to ".join(map(release_name, dict.fromkeys(filter(None, (low, high)))))
-        notes = [f"the file is for {span}, as it has {sign}"]
+        notes = [f"{self.package} {span}, as the file has {sign}"]
         notes += [f"where these releases have several defaults, they are yours to set; {self.hint}"] * bool(ends)
         return sorted({*ends, high}), notes

@@ -116,8 +116,6 @@ class ScriptRun(Interpreter):
                 owner[:] = [Unread(place_of(node))]
             case dict() if name not in WORDS["reading_methods"]:
                 return self.changed_entries(owner, name, arguments, node)
-            case ScriptObject(kind="name", value="os.environ") if name == "setdefault":
-                return self.environment.setdefault(str(first), arguments.get("1"))
             case ScriptObject(kind="parser"):
                 return self.parse_arguments(owner, name, arguments, node)
             case ScriptObject(kind="trainer") if name == "train":
@@ -170,6 +168,16 @@ class ScriptRun(Interpreter):
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
+        if function.value in ("os.environ.setdefault", "os.environ.update"):
+            given = self.arguments(node, ("name", "value"))
+            variables = (
+                given["name"]
+                if isinstance(given.get("name"), dict)
+                else {str(given.pop("name", "")): given.get("value")}
+            )
+            self.environment = (
+                variables | (self.environment if name == "setdefault" else {}) | (variables if name == "update" else {})
+            )
         if function.value == "wandb.init":
             # transformers keeps a run that the script began.
             self.environment |= {f"WANDB_{key.upper()}": value for key, value in self.arguments(node).items()}
@@ -287,6 +295,15 @@ class ScriptRun(Interpreter):
         return ScriptObject("rows", with_split(source, arguments["split"]) if "split" in arguments else source)
 
     call_load_from_disk = call_load_dataset
+
+    def call_partial(self, parent: str, node: ast.Call) -> Any:
+        """Interprets partial(function, a=1) of a function of the script, such as a reward with its arguments."""
+        arguments = self.arguments(node)
+        function = arguments.pop("0", None)
+        if isinstance(function, ScriptObject) and function.kind in ("function", "name") and is_literal(arguments):
+            text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            return ScriptObject("function", f"{function.value}({text})")
+        return self.changing_call("partial", [function, *arguments.values()], node)
 
     def call_dict(self, parent: str, node: ast.Call) -> Any:
         """Interprets dict(mapping, a=1); a dict of pairs is `Unread`."""

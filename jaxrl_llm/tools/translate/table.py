@@ -11,8 +11,8 @@ rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make i
     other value means something else (`why`). `choose` makes the fields the word B for the value A, of the words A=B
     after it; the word *=B is for all other values. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
-    after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
-    says.
+    after it. `none` has no counterpart, and `differs` none that is a field. `aside` is `off` for a key that changes
+    nothing of the training. Fields of these rows are not what the file says.
     `of KEY` makes the fields what they are by the rule of KEY, which reads this key too.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module, which is the rule.
@@ -189,8 +189,9 @@ def _rule(row: Row, module: Mapping[str, Any], rules: dict[str, Rule]) -> Rule:
         rule = partial(_chosen, row, dict(pair.split("=") for pair in arguments))
     elif word == "of":
         rule = partial(_part_of, row, rules, arguments[0])
-    elif word in ("off", "only", "none", "differs"):
-        rule = partial(_no_counterpart, row, word, [*([None, False] * (word == "off")), *map(parse_scalar, arguments)])
+    elif word in ("off", "only", "none", "differs", "aside"):
+        nothing = [None, False] if word in ("off", "aside") else []
+        rule = partial(_no_counterpart, row, word, [*nothing, *map(parse_scalar, arguments)])
     else:
         function = _named(word, module)
         parameters = inspect.signature(function).parameters
@@ -263,6 +264,8 @@ def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: K
     """Translates a key without a counterpart in jaxrl_llm. Its fields are unknown unless its value is in `neutral`."""
     if value in neutral:
         reason = f"{value} needs no field in jaxrl_llm" if value else NOT_IN_USE
-        return Outcome("no effect", reason=reason) if word == "off" else Outcome("mapped")
+        return Outcome("no effect", reason=reason) if word in ("off", "aside") else Outcome("mapped")
     kind = "changed" if word == "differs" else "unsupported"
-    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.field_names, row.why))
+    # A key without a field makes another run too, unless it is beside the training.
+    names = row.field_names or [row.key] * (word not in ("differs", "aside"))
+    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(names, row.why))

@@ -15,16 +15,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts, trl_rows  # noqa: F401 (tables name trl_rows)
 from jaxrl_llm.tools.translate.documents import parse_scalar
-from jaxrl_llm.tools.translate.outcome import (
-    QUIET_FIELDS,
-    Conditional,
-    Keys,
-    Outcome,
-    Rule,
-    TrainerTable,
-    Unread,
-    Version,
-)
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, TrainerTable, Unread, Version
 from jaxrl_llm.tools.translate.table import Row, read_columns, read_rows, trainer_table
 
 tower = images.tower(trl_parts.adapted)
@@ -62,27 +53,11 @@ def unpacked(table_rows: Mapping[str, Row], trainer: TrainerTable) -> Version:
     return Version("", ("[*][*]*",), may_be_set)
 
 
-def noted(row: Row, rule: Rule) -> Rule:
-    """Returns a key's rule that warns of an unset value: older TRL releases had the defaults that `row.was` says."""
-    if isinstance(rule, Conditional):
-        return replace(rule, rule=noted(row, rule.rule))
-
-    def with_note(value: Any, keys: Keys) -> Outcome:
-        outcome = rule(value, keys)
-        is_idle = outcome.fields.keys() <= QUIET_FIELDS
-        has_newest_default = not is_idle and row.key not in keys and value == parse_scalar(row.default)
-        note = f"{row.default}; {row.was}"
-        return replace(outcome, kind="changed", reason=note) if has_newest_default else outcome
-
-    return with_note
-
-
 def trl_table(kind: str, name: str, version: str, base: str, tables: str) -> TrainerTable:
     """Returns the table of a TRL trainer. tables: its .tsv files besides trl.tsv; a row of a later file wins."""
     table_rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
     trainer = trainer_table(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
-    notes = {key: noted(row, trainer.rules[key]) for key, row in table_rows.items() if row.was and key in trainer.rules}
-    return replace(trainer, rules=trainer.rules | notes, patches=(*versions(kind), unpacked(table_rows, trainer)))
+    return replace(trainer, patches=(*versions(kind), unpacked(table_rows, trainer)))
 
 
 GRPO = trl_table("grpo", "GRPO", "1.16.0", "grpo", "trl_grpo")

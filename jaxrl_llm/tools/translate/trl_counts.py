@@ -124,7 +124,16 @@ def optimizer_steps(keys: Keys) -> int:
 
 def updates(keys: Keys) -> int:
     """Returns by how much one rollout advances TRL's step counter, which is 1 for a trainer that counts rollouts."""
-    return 1 if counts_rollouts(keys) else optimizer_steps(keys)
+    if counts_rollouts(keys):
+        return 1 + optimizer_steps(keys) * bool(keys["(counts_updates)"])
+    return optimizer_steps(keys)
+
+
+def clip_norm(value: Any, keys: Keys) -> Outcome:
+    """Translates TRL's `max_grad_norm` to `optim.clip_norm`: the loops of PPO, and of RLOO until 0.21, do not clip."""
+    if counts_rollouts(keys):
+        return Outcome("changed", {"optim.clip_norm": 0.0}, "this trainer of TRL never clips gradients")
+    return Outcome("mapped", {"optim.clip_norm": float(value)})
 
 
 def rollouts(keys: Keys) -> int:
