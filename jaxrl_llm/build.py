@@ -394,7 +394,7 @@ def policy_learner(
     )
 
 
-def policy_alone(recipe: Recipe, prompts: int) -> tuple[Learner, Decoder, Mesh]:
+def build_policy_learner(recipe: Recipe, prompts: int) -> tuple[Learner, Decoder, Mesh]:
     """Builds the policy's learner and model without a run, on a mesh for batches of `prompts` prompts.
 
     Raises: UserError, if the model cannot be used.

@@ -101,11 +101,10 @@ def code_location(error: BaseException, preferred_file: str = "") -> str:
     preferred_file: file whose line is returned if the traceback has one; "" for none.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    frames = (
-        [f for f in frames if f.filename == preferred_file] or [f for f in frames if is_users(f.filename)] or frames
-    )
-    file = "cell" if CELL.match(frames[-1].filename) else frames[-1].filename
-    return f"{file}:{frames[-1].lineno}"
+    preferred_frames = [f for f in frames if f.filename == preferred_file]
+    innermost = (preferred_frames or [f for f in frames if is_users(f.filename)] or frames)[-1]
+    file = "cell" if CELL.match(innermost.filename) else innermost.filename
+    return f"{file}:{innermost.lineno}"
 
 
 def is_users(file: str) -> bool:
@@ -117,20 +116,22 @@ def is_users(file: str) -> bool:
 def report(error: BaseException) -> int:
     """Prints the error that ended the program to stderr, and returns the exit code.
 
-    A `UserError` becomes one line. If further errors were raised while closing, all lines are printed, and the exit
-    code is that of the first UserError.
+    A `UserError` becomes one line. If closing the run raised further UserErrors, each gets a line, and the exit code is
+    that of the first one.
     """
     if not isinstance(error, UserError):
         print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return 1
     lines, code = list[str](), error.exit_code
-    link: BaseException | None = error  # walks the chain of errors from the last one to the first
+    link: BaseException | None = error  # the loop follows the chain of errors from the last one to the first
     while link:
         line = f"error: {' '.join(str(link).split())}"
         if isinstance(link, UserError) and line not in lines:
             lines.insert(0, line)
             code = link.exit_code
-        link = link.__context__ if not link.__suppress_context__ or link.__cause__ else None
+        # Only `raise ... from None` ends the chain.
+        is_chain_cut = link.__suppress_context__ and not link.__cause__
+        link = None if is_chain_cut else link.__context__
     print(printable("\n".join(lines)), file=sys.stderr)
     return code
 
@@ -171,7 +172,7 @@ def _exit_code(main: Callable[[], None]) -> Any:
 
 
 def _reader_gone() -> bool:
-    """Returns whether standard output is a pipe that nobody reads, because the error may come from another pipe."""
+    """Returns whether standard output is a pipe that nobody reads. A BrokenPipeError may come from another pipe."""
     output = select.poll()
     output.register(STDOUT, 0)
     return bool(output.poll(0))

@@ -89,8 +89,9 @@ def main() -> None:
         print(json.dumps({"title": title} | metrics, indent=2))
         return
     print_banner(title, scores.result_lines(metrics))
-    for value, part in metrics["by"]["values"].items() if args.by else ():
-        print_banner(f"{args.by} = {value}", scores.result_lines(part))
+    if args.by:
+        for value, part_metrics in metrics["by"]["values"].items():
+            print_banner(f"{args.by} = {value}", scores.result_lines(part_metrics))
 
 
 def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[GradedCompletions, data.Dataset]:
@@ -379,7 +380,7 @@ def chosen_set(run: SavedRun, name: str) -> EvalSet | None:
 
 
 def run_defaults(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the default values of the flags if the command line names a run: the settings of its own evaluation.
+    """Returns the default values of the flags if the command line names a run: the run's evaluation settings.
 
     Raises: UserError, if the run evaluated nothing and the command line names no problems.
     """
@@ -392,7 +393,7 @@ def run_defaults(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
             "the run was evaluated on preference pairs only, so its config names no function that judges "
             "completions: name a --task, or a --function that judges the completions"
         )
-    sequences = run.config["prompts_per_step"] * (run.get("group_size") or 1)  # 1: of a run of sft
+    sequences = run.config["prompts_per_step"] * (run.get("group_size") or 1)  # a run of sft has no group_size
     set_defaults = {}
     if problems:
         set_defaults = {

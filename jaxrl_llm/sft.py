@@ -47,7 +47,7 @@ from jaxrl_llm.structs import AnyArray, Array, Batch, Config, PyTree, StatefulPa
 class SupervisedLearning(TrainedModels):
     """Scoring and updates of a step of `sft`, in which only the policy learns."""
 
-    shape_cache: ShapeCache
+    shape_cache: ShapeCache  # says which programs are already compiled for the shape of a batch
 
     def scored(self, states: States, batch: Batch) -> Batch:
         """Returns a batch with the columns that the loss needs, such as ref_logprobs."""
@@ -57,13 +57,16 @@ class SupervisedLearning(TrainedModels):
             columns |= scorer.score(states, batch)
         return replace(batch, columns=columns)
 
-    def programs(self, batch: Batch, score: PyTree, rows: AnyArray) -> Iterator[Program]:
-        """Yields the programs of a step. Needs no arrays: `batch` and `score`, a column of the loss, may be shapes."""
+    def programs(self, batch: Batch, loss_column: PyTree, rows: AnyArray) -> Iterator[Program]:
+        """Yields the programs of a step. The arguments may be arrays or only their shapes.
+
+        loss_column: a column [B, G, C] that a scorer adds to the batch. rows: indices of the prompts of an update.
+        """
         states = self.device_shapes()
         for name, scorer in self.scorers.items():
             if program := scorer.program_of(name, states, batch):
                 yield program
-        columns = {column: score for scorer in self.scorers.values() for column in scorer.columns}
+        columns = {column: loss_column for scorer in self.scorers.values() for column in scorer.columns}
         yield self.learners["policy"].program_of("", states["policy"], replace(batch, columns=columns), rows)
 
     def compile(self, states: States, batch: Batch, rows: AnyArray) -> None:

@@ -52,6 +52,7 @@ def pytest_addoption(parser):
 # The files that take longest begin first, so that no process is left with one of them at the end.
 LONG = ("vllm", "published", "distributed", "vision", "lora", "translate", "sampler", "image_rollouts", "update")
 LONG += ("plan", "experts", "episodes", "hf", "preferences", "self_test", "train", "errors", "partial")
+LONG += ("drafts", "launch", "trees", "open_stream", "attacks", "evaluation", "vllm_engine", "code", "paged_attention")
 
 
 def pytest_collection_modifyitems(config, items):

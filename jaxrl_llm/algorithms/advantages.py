@@ -4,7 +4,7 @@ The names of an estimator's positional arguments select its inputs:
 
 rewards [B, G]           weighted sum of all channels, including the overlong penalty and a KL penalty in the reward
 task_rewards [B, G]      weighted sum of all channels without penalties; a group with equal ones has no signal
-has_reward [B, G]        False where no function with a weight returned a number: then `rewards` is 0 and means nothing,
+has_reward [B, G]        False where no function with a weight returned a number: there `rewards` is 0 by default,
                          the completion is not trained on, and it must not count in means and deviations
 channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
 greedy_rewards [B]       reward of the greedy completion of each prompt, which the run samples for this estimator
@@ -14,11 +14,11 @@ loss_mask [B, G, C]      True on trained tokens
 and the columns [B, G, C] of the models that score, before the first update (`learner.scorers`):
 
 old_logprobs             log-probabilities of the tokens, by the policy
-entropy                  of the distribution from which a token was sampled, by the policy
+entropy                  entropy of the distribution from which a token was sampled, by the policy
 ref_logprobs             log-probabilities by the reference
 values                   the critic's value before each token
 NAME_logprobs            log-probabilities by the teacher `config.teachers.NAME`
-reward_model_scores      of the completion until and with each token
+reward_model_scores      score of the completion up to and with each token
 
 An estimator returns advantages [B, G] or [B, G, C]. Its keyword arguments are the fields of `config.advantage`.
 Standard deviations have ddof = 1, as in TRL and veRL. epsilon is added to the deviation; `_whiten` adds it to the
@@ -81,8 +81,9 @@ def grpo(
 
     G >= 2. normalize: "group" divides by the deviation of each group, "batch" by the deviation of all B x G rewards
     (arXiv 2508.08221), and "none" does not divide (Dr. GRPO, arXiv 2503.20783). A group with equal rewards has A = 0.
-    A group with equal task rewards also has A = 0 if A is divided: otherwise a small penalty alone would be scaled up
-    to advantages as large as those of the task. So a KL penalty in the reward needs "none".
+    If A is divided, a group with equal task rewards also has A = 0, whatever its penalties are: the division would
+    scale a small penalty up to advantages as large as those of the task. So a KL penalty in the reward needs "none",
+    which keeps its effect in these groups.
     """
     if normalize == "none":
         return _centered(rewards, has_reward)
@@ -95,7 +96,7 @@ def grpo(
 def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = None) -> Float[Array, "B G"]:
     """Computes leave-one-out advantages (arXiv 2402.14740): A_i = r_i - mean of the group's other rewards. G >= 2."""
     g = _count_rewarded(rewards, has_reward)
-    # The closed form is r_i - mean of the other G - 1 rewards = (r_i - mean of all G rewards) G / (G - 1).
+    # This uses r_i - mean of the other G - 1 rewards = (r_i - mean of all G rewards) G / (G - 1).
     return _centered(rewards, has_reward) * (g / jnp.maximum(g - 1, 1))
 
 

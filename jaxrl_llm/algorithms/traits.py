@@ -16,6 +16,7 @@ class Trait(Enum):
 
     COMPARES_GROUP = "an estimator that compares the completions of a prompt: G >= 2"
     DIVIDES = "an estimator that divides by a deviation of its groups, unless its normalize is 'none'"
+    # A completion is a chain if its tokens follow one another; the completion of an agent may be a tree instead.
     NEEDS_CHAINS = "an estimator that passes rewards back to the token before, which must be the one that it follows"
     VARIES_BY_TOKEN = "an estimator whose advantages differ within a completion"
     WITHOUT_RATIO = "a loss that is correct only for samples of the current policy"

@@ -2,9 +2,9 @@
 
 A record is a frozen dataclass with a field for each field of its section. A field may also be a section:
 `Annotated[Call, module]` names a function of a module, `Annotated[KeywordArguments, function]` holds the keyword
-arguments of a function, another record has fields of its own, `dict[str, record]` has sections of any names, and
-`X | None = None` is a section that may be absent. A field with init=False is a setting that the config of another
-program has; without it, the default holds.
+arguments of a function, another record has its own fields, `dict[str, record]` has sections of any names, and
+`X | None = None` is a section that may be absent. A field with init=False is no field of this
+config: the config of another program has the setting, and a run of this config uses the default.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class SectionKind(NamedTuple):
     several: bool = False  # whether the field is a dict of such sections
 
 
-def _config_fields(record: type) -> list[dataclasses.Field[Any]]:
+def _config_fields(record_class: type) -> list[dataclasses.Field[Any]]:
     """Returns the fields of a record that a config has."""
-    return [record_field for record_field in dataclasses.fields(record) if record_field.init]
+    return [record_field for record_field in dataclasses.fields(record_class) if record_field.init]
 
 
 @cache
-def _sections(record: type) -> dict[str, SectionKind]:
+def _sections(record_class: type) -> dict[str, SectionKind]:
     """Returns {field of a record that is a section: its kind}."""
-    hints = get_type_hints(record, include_extras=True)
-    kinds = {record_field.name: _section_of(hints[record_field.name]) for record_field in _config_fields(record)}
+    hints = get_type_hints(record_class, include_extras=True)
+    kinds = {record_field.name: _section_of(hints[record_field.name]) for record_field in _config_fields(record_class)}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
@@ -87,19 +87,19 @@ class Table(NamedTuple):
 
     fields: dict[str, Field]  # allowed values of each field
     defaults: dict[str, Any]  # values of fields that the config may omit
-    named: dict[str, Place]  # sections that name a function, and the place of the function
-    optional: set[str]  # sections that the config has, but may omit
+    call_places: dict[str, Place]  # {section that names a function: where its functions are}
+    optional_sections: set[str]  # sections of this config that another config may omit
 
 
-def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
-    """Returns the table of the fields that `record` declares.
+def table(record_class: type, values: Mapping[str, Any], section: str = "") -> Table:
+    """Returns the table of the fields that a record declares. An optional section counts only if the config has it.
 
-    values: values of the config, which tell the optional sections that are present; section: path of the record's
-    section, "" for the whole config.
+    record_class: class of the record; values: values of the config; section: path of the record's section, "" for the
+    whole config.
     """
-    prefix, inner_sections = f"{section}." if section else "", _sections(record)
-    hints, whole_table = get_type_hints(record, include_extras=True), Table({}, {}, {}, set())
-    for record_field in _config_fields(record):
+    prefix, inner_sections = f"{section}." if section else "", _sections(record_class)
+    hints, whole_table = get_type_hints(record_class, include_extras=True), Table({}, {}, {}, set())
+    for record_field in _config_fields(record_class):
         path, value = prefix + record_field.name, values.get(record_field.name, {})
         if record_field.name not in inner_sections:
             allowed = field_of(hints[record_field.name])
@@ -111,14 +111,14 @@ def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
             parts = {f"{path}.{name}": x for name, x in value.items()} if isinstance(value, dict) else {}
         elif kind.optional and values.get(record_field.name) is None:
             continue
-        whole_table.optional.update([path] if kind.optional else [])
+        whole_table.optional_sections.update([path] if kind.optional else [])
         for part_path, part in parts.items():
             # A value that is no section counts as an empty one here; `check_fields` refuses it.
             part_table = _section_table(kind, part if isinstance(part, dict) else {}, part_path)
             whole_table.fields.update(part_table.fields)
             whole_table.defaults.update(part_table.defaults)
-            whole_table.named.update(part_table.named)
-            whole_table.optional.update(part_table.optional)
+            whole_table.call_places.update(part_table.call_places)
+            whole_table.optional_sections.update(part_table.optional_sections)
     return whole_table
 
 
@@ -132,9 +132,9 @@ def _section_table(section: SectionKind, values: Mapping[str, Any], path: str) -
     return table(section.kind, values, path)
 
 
-def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def present(record_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a config without optional sections that are None; a section of any names is {} instead."""
-    present_values, inner_sections = dict[str, Any](), _sections(record)
+    present_values, inner_sections = dict[str, Any](), _sections(record_class)
     for name, value in values.items():
         section = inner_sections.get(name)
         if section and section.optional and value is None:
@@ -148,11 +148,12 @@ def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return present_values
 
 
-def read(record: type[T], values: Mapping[str, Any]) -> T:
+def read(record_class: type[T], values: Mapping[str, Any]) -> T:
     """Returns the checked values of a config, or of a section of one, as a frozen record."""
-    inner_sections = _sections(record)
-    names = {record_field.name for record_field in _config_fields(record)}
-    return record(**{name: _read_field(inner_sections.get(name), x) for name, x in values.items() if name in names})
+    inner_sections = _sections(record_class)
+    names = {record_field.name for record_field in _config_fields(record_class)}
+    known_values = {name: x for name, x in values.items() if name in names}
+    return record_class(**{name: _read_field(inner_sections.get(name), x) for name, x in known_values.items()})
 
 
 def _read_field(section: SectionKind | None, values: Any) -> Any:
@@ -179,7 +180,7 @@ def check_fields(field_table: Table, values: Mapping[str, Any], flat: Mapping[st
 
     values: the config as a dict; flat: the config as `flatten` returns it. Raises: UserError, naming the field.
     """
-    for section, place in field_table.named.items():
+    for section, place in field_table.call_places.items():
         if f"{section}.name" not in flat:
             names = f"{', '.join(offered(place))}, or a dotted name of your own"
             raise UserError(f"config.{section}.name is missing: set it to one of {names}")
@@ -189,7 +190,7 @@ def check_fields(field_table: Table, values: Mapping[str, Any], flat: Mapping[st
         arguments = {key: x for key, x in values[section].items() if key != "name"}
         check_arguments(section, name, resolve(name, place, f"config.{section}.name"), arguments)
     # Arguments of functions are checked above, and all other fields below.
-    argument_fields = [name for name in flat if name.split(".")[0] in field_table.named]
+    argument_fields = [name for name in flat if name.split(".")[0] in field_table.call_places]
     plain_fields = {name: value for name, value in flat.items() if name not in argument_fields}
     for name in plain_fields:
         if inner_fields := [field for field in field_table.fields if field.startswith(f"{name}.")]:
@@ -203,13 +204,14 @@ def check_fields(field_table: Table, values: Mapping[str, Any], flat: Mapping[st
             raise UserError(f"config.{name} is missing: add it to the config file (configs/grpo.py has every field)")
         if name in plain_fields and (problem := allowed.problem(plain_fields[name])):
             section = name.rpartition(".")[0]
-            remove = f"; --config.{section}=none removes the section" if section in field_table.optional else ""
+            is_optional = section in field_table.optional_sections
+            remove = f"; --config.{section}=none removes the section" if is_optional else ""
             raise UserError(f"config.{name} {problem}{remove}")
 
 
 def names_that_may_change(field_table: Table, flat: Mapping[str, Any]) -> set[str]:
     """Returns the fields of a checked config that a resumed run may change."""
     allowed = dict(field_table.fields)
-    for section, place in field_table.named.items():
+    for section, place in field_table.call_places.items():
         allowed |= fields_of(section, resolve(flat[f"{section}.name"], place))
     return {name for name, field in allowed.items() if field.may_change}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxrl_llm.config.names import is_ours, parameters, split_call
@@ -50,7 +51,7 @@ class ColumnRequirement(NamedTuple):
     function: str  # name of the reward function
     columns: tuple[str, ...]
     abstains: bool  # whether the function abstains without the column, as the functions of this package do
-    reader: Callable[[Any], Any] | None = None  # raises ValueError for a value that the function refuses
+    reader: Callable[[Any], Any] | None = None  # parses a value; raises ValueError if the function refuses the value
 
     def __str__(self) -> str:
         *first_columns, last = map(repr, self.columns)
@@ -67,22 +68,26 @@ def column_requirements(functions: Sequence[str], *, episodes: bool) -> list[Col
     requirements = []
     for text in functions:
         function, (name, _) = bound(text), split_call(text)
-        # A partial holds the arguments of the config around the function.
-        plain = getattr(function, "func", function)
-        ours, readers = is_ours(plain, REWARDS), getattr(plain, "reads", {})
+        # A partial holds the arguments of the config around the function. Decorators in `jaxrl_llm.tasks` set `reads`
+        # {column: reader}, `asks` (function that lists columns) and `any_of` (columns of which a row needs one).
+        plain_function = getattr(function, "func", function)
+        is_package_function, readers = is_ours(plain_function, REWARDS), getattr(plain_function, "reads", {})
         columns = _column_arguments(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
         required = [column for column, has_default in columns.items() if not has_default]
-        requirements += [ColumnRequirement(name, (column,), ours, readers.get(column)) for column in required]
-        if list_columns := getattr(plain, "asks", None):
+        requirements += [
+            ColumnRequirement(name, (column,), is_package_function, readers.get(column)) for column in required
+        ]
+        if list_columns := getattr(plain_function, "asks", None):
             # A column without a reader is shown to the function as it is, also None.
-            listed = list_columns(**getattr(function, "keywords", {}))
+            column_readers = list_columns(**getattr(function, "keywords", {}))
             requirements += [
-                ColumnRequirement(name, (column,), listed[column] is not None, listed[column])
-                for column in sorted(listed)
+                ColumnRequirement(name, (column,), reader is not None, reader)
+                for column, reader in sorted(column_readers.items(), key=itemgetter(0))
             ]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
-        if any_of := getattr(plain, "any_of", optional if ours and not required else ()):
-            requirements.append(ColumnRequirement(name, any_of, ours))
+        default_any_of = optional if is_package_function and not required else ()
+        if any_of := getattr(plain_function, "any_of", default_any_of):
+            requirements.append(ColumnRequirement(name, any_of, is_package_function))
     return requirements
 
 
@@ -102,12 +107,14 @@ def _column_arguments(function: Callable[..., Any], other_arguments: set[str]) -
 def check(
     dataset: Dataset, functions: Sequence[str], section: str, *, episodes: bool = False, convert: str = ""
 ) -> Dataset:
-    """Returns a data set with notes on the rows without a column that a reward function needs, by source of a mixture.
+    """Returns a data set with notes on rows that lack a column which a reward function needs.
+
+    Each source of a mixture gets its own note.
 
     section: "data", section of an evaluation set, or "" for a command line; episodes: whether the config has an
     environment; convert: name of the rows' convert function, "" if none.
-    Raises: UserError, naming the function and a remedy, if no row has the column, if all values are empty for a
-    function that then abstains, or if the function refuses a value.
+    Raises: UserError, naming the function and a remedy, if no row has the column, if the column is empty in all rows
+    for a function that abstains on empty values, or if the function refuses a value.
     """
     parts = dataset.parts or {"": range(len(dataset.rows))}
     # {columns: {source: indices of rows without them}}. Rows are searched once for each set of columns, because several
@@ -117,7 +124,7 @@ def check(
     for requirement in column_requirements(functions, episodes=episodes):
         columns = requirement.columns
         if columns not in empty_rows:
-            empty_rows[columns] = {name: _rows_without(dataset.rows, part, columns) for name, part in parts.items()}
+            empty_rows[columns] = {source: _rows_without(dataset.rows, part, columns) for source, part in parts.items()}
         empty_by_source = empty_rows[columns]
         count = sum(map(len, empty_by_source.values()))
         has_column = any(column in row for row in dataset.rows for column in columns) if count else True
@@ -125,10 +132,10 @@ def check(
             raise UserError(_missing_column(requirement, dataset, section, convert, has_column=has_column))
         if requirement.reader:
             _check_readable(requirement, set(chain(*empty_by_source.values())), dataset, section)
-        for name, rows in empty_by_source.items():
-            if rows:
-                note = _note(requirement, rows, parts[name], dataset, name)
-                value = dataset.rows[rows[0]].get(columns[0])
+        for source, row_indices in empty_by_source.items():
+            if row_indices:
+                note = _note(requirement, row_indices, parts[source], dataset, source)
+                value = dataset.rows[row_indices[0]].get(columns[0])
                 effect = "abstains" if requirement.abstains else f"gets {value!r}"
                 effects.setdefault(note, []).append(f"{requirement.function} {effect}")
     lines = [f"{note}: {', '.join(effects_of_note)}" for note, effects_of_note in effects.items()]
@@ -178,7 +185,7 @@ def _check_readable(requirement: ColumnRequirement, empty_rows: set[int], datase
 
     empty_rows: indices of rows without a value, which are not read.
     """
-    # All rows are read before the error, because the number of refused rows tells a broken row from a wrong column.
+    # All rows are read before the error, because the number of refused rows shows whether the whole column is wrong.
     refused: list[tuple[int, ValueError]] = []
     for i, row in enumerate(dataset.rows):
         if requirement.reader and i not in empty_rows:
@@ -214,7 +221,8 @@ def _missing_column(
     problem = "which no row has"
     if has_column:
         present = [column for column in present if column not in columns]
-        problem = f"which is empty in all {len(dataset.rows):,} rows{f' of {dataset.source}' * bool(dataset.source)}"
+        origin = f" of {dataset.source}" if dataset.source else ""
+        problem = f"which is empty in all {len(dataset.rows):,} rows{origin}"
     convert_field = f"{section}.convert" if section else "--convert"
     answer_field = "data.answer_column" if section else "--answer-column"
     likely = next((column for column in ANSWERS if column in present), "")
@@ -226,15 +234,17 @@ def _missing_column(
     elif convert:
         remedy = f"{convert_field} = {convert!r} must make the column"
     elif columns[0] == "answer":
-        fill = f"fill the column{f', or name another one in {answer_field}' * bool(present)}"
+        fill = f"fill the column, or name another one in {answer_field}" if present else "fill the column"
         name_other = fill if has_column else f"name the column of the answer in {answer_field}"
         remedy = f"set {answer_field} = {likely!r}" if likely else name_other
         remedy += f", or make the column with {convert_field}"
     else:
         remedy = f"{'fill the column' if has_column else 'rename a column'}, or make it with {convert_field}"
     source_field = f" ({section}.source)" if section else ""
-    listed = f"has the columns {', '.join(present)}" if present else "has no other column"
-    return f"reward {function} needs the column {requirement}, {problem}{source_field}; the data {listed}: {remedy}"
+    columns_text = f"has the columns {', '.join(present)}" if present else "has no other column"
+    return (
+        f"reward {function} needs the column {requirement}, {problem}{source_field}; the data {columns_text}: {remedy}"
+    )
 
 
 def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:

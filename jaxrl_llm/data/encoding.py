@@ -25,12 +25,12 @@ from jaxrl_llm.machine import progress, user_cache
 Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts per tokenizer call, enough for its threads with little memory
 CLOCK = re.compile(r"strftime_now\s*\(")  # call by which a chat template reads today's date
-DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # such a call with a literal format
+DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # call of strftime_now with a literal format
 MIN_CACHED = 2**18  # minimum number of characters for storing token ids in the user's cache folder
 # Unpaired surrogates are valid JSON escapes, but tokenizers refuse them.
 UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")
 ANSWER = "(an-answer)"  # placeholder for the text of an answer in a chat
-FORMAT = 3  # version of cached token ids, which must rise if a change of this file changes them
+FORMAT = 3  # version of cached token ids; raise it if a change of this file changes token ids
 
 
 def encode(
@@ -64,8 +64,8 @@ def encode(
                 prompt_args = [template_args | dict(row_arg) for row_arg in row_args[chunk]] or repeat(template_args)
                 rows = zip(numbers[chunk], prompts[chunk], prompt_args, strict=False)
                 texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
-                for written, replacement in spelling.items():
-                    texts = [text.replace(written, replacement) for text in texts]
+                for old_spelling, replacement in spelling.items():
+                    texts = [text.replace(old_spelling, replacement) for text in texts]
                 ids += _encode(texts, tokenizer, source, numbers[chunk])
                 task.advance(len(texts))
         if key:

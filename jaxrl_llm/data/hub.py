@@ -16,7 +16,7 @@ FILE_ENDING = re.compile(r"\.[a-z]\w*$")
 SAVED = ("dataset_info.json", "dataset_dict.json")  # each folder of `save_to_disk` has one of these files
 
 
-def names_one(source: str) -> bool:
+def is_hub_source(source: str) -> bool:
     """Returns whether a source is a data set of the hub, such as openai/gsm8k:main@test, or a saved folder."""
     folder, _ = _split_source(source)
     if folder.exists():
@@ -31,7 +31,7 @@ def check(field: str, source: str) -> bool:
 
     Raises: UserError, naming the field, if the package `datasets` is missing, or a saved folder has no such split.
     """
-    if not names_one(source):
+    if not is_hub_source(source):
         return False
     if not find_spec("datasets"):
         download = ""

@@ -145,9 +145,9 @@ class RowImages:
 
         Raises: UserError, for an image whose file is gone or whose size has changed.
         """
-        chosen = [image for i in rows for image in self.rows[i]]
+        batch_images = [image for i in rows for image in self.rows[i]]
         with ThreadPoolExecutor(THREADS) as pool:
-            opened = iter(list(pool.map(partial(_pixels, form=self.form), chosen)))
+            opened = iter(list(pool.map(partial(_pixels, form=self.form), batch_images)))
         pixels = [[next(opened) for _ in self.rows[i]] for i in rows]
         return image_layout.stack(tokens, mask, pixels, self.form, sizes)
 

@@ -114,16 +114,18 @@ def load(
     for a text model; prepare_rows(rows): returns the rows with what an environment adds before they are tokenized.
     Raises: UserError, naming the field or the row.
     """
-    shared: dict[str, Any] = _read_arguments(settings, tools, images)
-    shared["prepare_rows"] = prepare_rows
+    read_arguments: dict[str, Any] = _read_arguments(settings, tools, images)
+    read_arguments["prepare_rows"] = prepare_rows
     if settings.mixture:
         parts = {
-            name: read(part.source, tokenizer, convert=part.convert, field=f"data.mixture.{name}.convert", **shared)
+            name: read(
+                part.source, tokenizer, convert=part.convert, field=f"data.mixture.{name}.convert", **read_arguments
+            )
             for name, part in settings.mixture.items()
         }
         dataset = join(parts)
     else:
-        dataset = read(settings.source, tokenizer, convert=settings.convert, **shared)
+        dataset = read(settings.source, tokenizer, convert=settings.convert, **read_arguments)
     if tools and all(isinstance(row["prompt"], str) for row in dataset.rows):
         raise UserError(
             "config.env.functions: all prompts are text, but only a chat template can describe functions; prompts must "
@@ -134,7 +136,7 @@ def load(
             "config.env.functions: rows have a column 'tools' with other functions, which the environment cannot call; "
             "remove this column"
         )
-    check_template_args_used("config.data.chat_template_args", shared["template_args"], dataset)
+    check_template_args_used("config.data.chat_template_args", read_arguments["template_args"], dataset)
     _check_image_fields_used(settings, dataset)
     order_values = _column_numbers(dataset, settings.order_column) if settings.order_column else None
     return replace(dataset, order_values=order_values)
@@ -398,7 +400,7 @@ def _plain(value: Any) -> Any:
         return sorted(map(_canonical, value))
     if hasattr(value, "__dict__") and not isinstance(value, type):
         return [type(value).__qualname__, vars(value)]
-    # The default repr holds a memory address, so that the name of the type stands for such a value.
+    # The default repr has a memory address, which differs in each process. So the type's name is hashed instead.
     has_no_repr = isinstance(value, type) or type(value).__repr__ is object.__repr__
     return getattr(value, "__qualname__", type(value).__qualname__) if has_no_repr else repr(value)
 

@@ -85,29 +85,29 @@ def _folder_hint(folder: Path, user_path: str) -> str:
 
 def is_task(source: str) -> bool:
     """Returns whether a source names a function that makes rows, and not a file, rows in memory or a hub id."""
-    return not (source.endswith(FILES) or source.startswith(memory.PREFIX) or hub.names_one(source))
+    return not (source.endswith(FILES) or source.startswith(memory.PREFIX) or hub.is_hub_source(source))
 
 
 def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> SourceRows:  # noqa: B008
     """Loads the rows of a task ("arithmetic.train"), a user function, a file, a file pattern or a hub id.
 
     convert: name of a function row -> row, in `jaxrl_llm.tasks` or dotted, which makes the column "prompt" or returns
-    None to drop the row; "" if `formats.read` reads the rows; field: config field that names `convert`, for errors;
+    None to drop the row; "" if `formats.read` reads the rows; field: config field of `convert`, for errors;
     columns: settings for `formats.read`. Raises: UserError, naming the file, the line or row, and the problem.
     """
     rows = _source_rows(source, field)
     if not rows:
         raise UserError(f"{source} holds no rows: name a source that has rows")
-    read_as: dict[str, None] = {}
+    read_notes: dict[str, None] = {}  # ordered set of notes on how rows were read
     if convert:
         function = resolve(convert, CONVERTERS, field)
         converted = [_converted(source, convert, function, i, row) for i, row in enumerate(rows, 1)]
     else:
-        converted = [_read_as(source, i, row, columns, read_as) for i, row in enumerate(rows, 1)]
+        converted = [_read_row(source, i, row, columns, read_notes) for i, row in enumerate(rows, 1)]
         if columns.answer_column and not any(columns.answer_column in row for row in rows):
-            known = formats.columns_text(dict.fromkeys(name for row in rows for name in row))
+            present = formats.columns_text(dict.fromkeys(name for row in rows for name in row))
             raise UserError(
-                f"config.data.answer_column = {columns.answer_column!r}: {source} has no such column ({known}); name "
+                f"config.data.answer_column = {columns.answer_column!r}: {source} has no such column ({present}); name "
                 "the column that holds the answer"
             )
     numbers = [i for i, row in enumerate(converted, 1) if row is not None]
@@ -117,7 +117,7 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
             f"{source}: {convert} returned None for all {len(rows)} rows, so no row is left; set {field} to another "
             "function"
         )
-    read_as_text = "; ".join(x for x in read_as if x)
+    read_as_text = "; ".join(x for x in read_notes if x)
     if columns.images is None:
         checked, images = [_with_text(source, i, row) for i, row in zip(numbers, checked, strict=True)], None
     else:
@@ -128,18 +128,19 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
 def _source_rows(source: str, convert_field: str) -> list[Row]:
     """Returns the rows of a source as they are stored.
 
-    convert_field: config field of the convert function, whose section also has the field of the source, for errors.
+    convert_field: config field or flag of the convert function. Errors name the field of the source, which is in the
+    same section: `data.source` beside `data.convert`, or --task beside --convert.
     """
     field = "--task" if convert_field == "--convert" else f"config.{convert_field.removesuffix('convert')}source"
     if source.startswith(memory.PREFIX):
         return memory.rows_of(source, field)
     if source.endswith(FILES):
         return [row for path in _matching_files(source, field) for row in _read_file(path)]
-    return hub.load(source) if hub.names_one(source) else _generated(source)
+    return hub.load(source) if hub.is_hub_source(source) else _generated(source)
 
 
-def _read_as(source: str, number: int, row: Any, columns: Columns, notes: dict[str, None]) -> Row:
-    """Returns `formats.read(row)`, and adds the note on how the row was read to `notes`."""
+def _read_row(source: str, number: int, row: Any, columns: Columns, notes: dict[str, None]) -> Row:
+    """Returns `formats.read(row)`, and adds the note on how the row was read to `notes`, an ordered set."""
     if not isinstance(row, dict):
         raise UserError(f"{source} row {number} is {row!r}: every row must be a dict of columns")
     try:
@@ -167,8 +168,8 @@ def _checked(source: str, number: int, row: Any) -> Row:
     if isinstance(prompt, str):
         return row
     has_nulls = any(None in message.values() or "tool_calls" in message for message in prompt)
-    # The source is looked at last, because that reads the disk for each row.
-    if has_nulls and (source.endswith(".parquet") or hub.names_one(source)):
+    # The kind of the source is checked last, because the check reads the disk for each row.
+    if has_nulls and (source.endswith(".parquet") or hub.is_hub_source(source)):
         # Arrow gives every message, and all arguments of its calls, each key that another message has.
         prompt = [_without_nulls(message) for message in prompt]
     # A row whose prompt is unchanged is returned without a copy, because most rows are like this.

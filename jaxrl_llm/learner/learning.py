@@ -38,7 +38,7 @@ move_reference = jax.jit(optax.incremental_update, donate_argnums=1)
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run, as their folders describe them. It holds no weights."""
+    """The models of a run, as their folders describe them, without weights."""
 
     mesh: Mesh
     folder: Path  # folder of the policy
@@ -55,7 +55,7 @@ class Models:
 
 def describe_models(
     start: ModelSettings,
-    adapters: Call | None,
+    adapter_kind: Call | None,
     paths: Mapping[str, str],
     mesh: Mesh,
     folder: Path,
@@ -64,9 +64,9 @@ def describe_models(
 ) -> Models:
     """Finds the models of a run. folder: folder of the policy.
 
-    start: config.model. adapters: kind of adapters, None if all parameters learn. paths: folders or hub ids of the
-    other models, by section of the config; "" = no model. weights: whether the run will read weights, so that folders
-    must have them. Raises: UserError, if a folder or model cannot be used.
+    start: config.model. adapter_kind: makes the kind of adapters, None if all parameters learn. paths: folders or hub
+    ids of the other models, by section of the config; "" = no model. weights: whether the run will read weights, so
+    that folders must have them. Raises: UserError, if a folder or model cannot be used.
     """
     other_folders = {
         name: hf.find_checkpoint(path, f"config.{name}.path", weights=weights) for name, path in paths.items() if path
@@ -84,8 +84,8 @@ def describe_models(
         folder=folder,
         model=model,
         other_folders=other_folders,
-        adapters=model.adapters(adapters()) if adapters else None,
-        frozen_tower=start.vision == "frozen" and not adapters,
+        adapters=model.adapters(adapter_kind()) if adapter_kind else None,
+        frozen_tower=start.vision == "frozen" and not adapter_kind,
     )
 
 
@@ -101,11 +101,12 @@ def load_frozen_base(models: Models) -> PyTree:
     return None
 
 
-def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> LearnerParameters:
+def policy_parameters(models: Models, load_learned: Callable[[], PyTree], base: PyTree, seed: int) -> LearnerParameters:
     """Returns the policy's parameters: which of them learn, and their first values.
 
-    If the policy has adapters, only the adapters learn. params(): returns the first values of the parameters that learn
-    if the policy has no adapters. base: parameters that do not learn, None if all learn. seed: seed of new adapters.
+    If the policy has adapters, only the adapters learn. load_learned(): returns the first values of the parameters
+    that learn; it is not called for a policy with adapters. base: parameters that do not learn, None if all learn.
+    seed: seed of new adapters.
     """
     if not (adapters := models.adapters):
         shapes = models.model.shapes
@@ -113,7 +114,7 @@ def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree
         frozen_base = (
             FrozenBase(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
         )
-        return LearnerParameters({name: shapes[name] for name in models.parts}, params, frozen_base)
+        return LearnerParameters({name: shapes[name] for name in models.parts}, load_learned, frozen_base)
     place = sharding.shardings(adapters.shapes, models.mesh)
 
     def first_adapters() -> PyTree:
@@ -220,8 +221,8 @@ class Learning(TrainedModels):
         metrics: dict[str, Array] = {}
         for name, learner in self.learners.items():
             if step > learner.frozen_steps:
-                state, measured = learner.update(states[name], batch, rows)
-                states, metrics = states | {name: state}, metrics | measured
+                state, update_metrics = learner.update(states[name], batch, rows)
+                states, metrics = states | {name: state}, metrics | update_metrics
         return states, metrics
 
     def finish_step(self, states: States, step: int) -> States:
@@ -241,31 +242,35 @@ class Learning(TrainedModels):
             states = states | {name: replace(states[name], opt_state=x) for name, x in opt_states.items()}
         return states
 
-    def compile(self, shape_cache: ShapeCache, states: States, plain: Batch, batch: Batch, rows: AnyArray) -> None:
+    def compile(self, shape_cache: ShapeCache, states: States, unscored: Batch, batch: Batch, rows: AnyArray) -> None:
         """Compiles scoring and learning for this batch's shape, and in the background for the shapes that come next.
 
-        plain: batch before scoring and credit. batch: batch of an update on the prompts `rows`.
+        unscored: batch before scoring and credit. batch: batch of an update on the prompts with the indices `rows`.
         Raises: UserError, if a program does not fit the memory.
         """
-        states, plain, batch, rows = abstract((states, plain, batch, rows))
+        states, unscored, batch, rows = abstract((states, unscored, batch, rows))
 
         def compile(shape: Shape) -> None:
-            for program in self.programs(states, plain, batch, rows, shape):
+            for program in self.programs(states, unscored, batch, rows, shape):
                 program.compile()
 
         shape_cache.ensure_compiled(LEARNING, batch.packed_index.shape[2:], compile)
         shape_cache.compile_ahead(LEARNING, compile)
 
-    def programs(self, states: States, plain: Batch, batch: Batch, rows: AnyArray, shape: Shape) -> Iterator[Program]:
+    def programs(
+        self, states: States, unscored: Batch, batch: Batch, rows: AnyArray, shape: Shape
+    ) -> Iterator[Program]:
         """Yields the programs of scoring and updates for packed rows of a shape.
 
-        plain: batch before scoring and credit. batch: batch of an update on the prompts `rows`. All may be shapes.
+        unscored: batch before scoring and credit. batch: batch of an update on the prompts `rows`. All may be shapes.
         """
         packed_shape = index_shape(self.sizes.group_size, self.sizes.max_completion_tokens, shape)
-        index = jax.ShapeDtypeStruct((len(plain.prompts), *packed_shape), jnp.int32, sharding=plain.prompts.sharding)
+        index = jax.ShapeDtypeStruct(
+            (len(unscored.prompts), *packed_shape), jnp.int32, sharding=unscored.prompts.sharding
+        )
         text = f", {shape[0]} rows of {shape[1]} a prompt"
         for name, scorer in self.scorers.items():
-            if program := scorer.program_of(f"{name}{text}", states, replace(plain, packed_index=index)):
+            if program := scorer.program_of(f"{name}{text}", states, replace(unscored, packed_index=index)):
                 yield program
         for name, learner in self.learners.items():
             yield learner.program_of(text, states[name], replace(batch, packed_index=index), rows)
@@ -320,11 +325,11 @@ def device_states(states: PyTree, on_host: HostMemory, *, during_updates: bool =
 
 
 def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) -> Packing:
-    """Returns the packing of completions into rows. It chooses row shapes by estimated seconds of a step."""
+    """Returns the packing of completions into rows, which chooses the row shapes with the fewest estimated seconds."""
     cfg, scorers, learners, sizes = models.model.cfg, learning.scorers, learning.learners, learning.sizes
     rates, devices = RATES[models.mesh.devices.flat[0].platform], models.mesh.devices.size
     limit = sizes.max_completion_tokens
-    # A model with experts has more parameters than those that compute on a token.
+    # In a model with experts, only a part of the parameters computes on a token.
     parameters, active_parameters = models.model.size(), models.model.size(active=True)
     programs = sum(isinstance(x.program, jax.stages.Wrapped) for x in scorers.values()) + len(learners)
     forward_passes = programs - len(learners) + 3 * sizes.epochs * len(learners)  # an update costs three forward passes
@@ -333,14 +338,17 @@ def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) ->
 
     def seconds(shape: Shape, prompt_tokens: int, parts: np.ndarray) -> float:
         rows, width = shape
+        # A multiplication and an addition for each parameter and token; attention has two products per pair of tokens.
         matrix_flops = 2 * active_parameters * (prompt_tokens + rows * width)
         pairs = cfg.layers * cfg.heads * rows * width * (width + prompt_tokens)
-        flops = matrix_flops + 4 * cfg.head_dim * pairs
+        flops = matrix_flops + 2 * 2 * cfg.head_dim * pairs
         computing = microbatch * (flops / rates.flops + pairs / rates.scores) / devices
         microbatch_seconds = computing + parameters * itemsize / rates.bandwidth
         microbatches = math.ceil(parts.reshape(shards, -1).sum(axis=1).max() / (microbatch // shards))
         return forward_passes * microbatches * microbatch_seconds
 
-    shapes, compile_seconds = packed_shapes(sizes.group_size, limit), (programs + 2 * len(learners)) * rates.compile
+    shapes = packed_shapes(sizes.group_size, limit)
+    # An update compiles as long as three forward passes (`RATES`).
+    compile_seconds = (programs + 2 * len(learners)) * rates.compile
     shape_policy = shape_cache.policy(LEARNING, shapes, compile_seconds=compile_seconds, limit=MAX_SHAPES)
     return Packing(shape_policy, seconds, limit)

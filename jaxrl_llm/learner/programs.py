@@ -56,14 +56,14 @@ def learning_programs(
     sizes, shape_of = learning.sizes, jax.ShapeDtypeStruct
     b, g = sizes.prompts_per_step, sizes.group_size
     examples, score = example_shapes(sizes, prompt_sizes, learning.mesh)
-    plain = replace(examples, sampler_logprobs=score)
+    unscored = replace(examples, sampler_logprobs=score)
     total = shape_of((b, g), jnp.float32)
     rewards = Rewards(total, dict.fromkeys(channels, total), shape_of((b, 1), jnp.float32), shape_of((b, 1), jnp.int32))
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
     states = learning.device_shapes()
     coefs = jax.eval_shape(learning.coefficients, states)
-    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, rewards, coefs)
+    credited, _ = jax.eval_shape(learning.assign_credit, unscored, scores, rewards, coefs)
     batch = placed(credited, score.sharding)
     rows: Any = shape_of((sizes.prompts_per_update,), jnp.int32)
     for shape in shapes:
-        yield from learning.programs(states, plain, batch, rows, shape)
+        yield from learning.programs(states, unscored, batch, rows, shape)

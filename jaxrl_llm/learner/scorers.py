@@ -70,8 +70,8 @@ def make_scorers(
     """Returns the scorers of reference and policy whose columns are needed, in the order in which they run.
 
     needed: names of columns. microbatch: prompts of a micro-batch. exact: whether the sampler's log-probabilities equal
-    the trainer's at the start of the step, to rounding. base: the policy's parameters that do not learn. They are the
-    reference if the states of the run have none.
+    the trainer's at the start of the step, to rounding. base: the policy's parameters that do not learn. If the states
+    of the run have no "reference", as with adapters, the base is the reference.
     """
     # Scoring has the micro-batch of the update. Another shape may round differently, and then the importance ratio of
     # the first update would not be 1.
@@ -80,7 +80,9 @@ def make_scorers(
         reference = score_columns(model, sampling, mesh, microbatch, "ref_logprobs")
 
         def reference_params(states: States) -> PyTree:
-            return base.combine(base.params, states["reference"]) if "reference" in states else base.params
+            if "reference" not in states:
+                return base.params
+            return base.combine(base.params, states["reference"])  # the complete parameters of the reference
 
         scorers["reference"] = Scorer(("ref_logprobs",), reference_params, reference)
     columns = [column for column in ("old_logprobs", "entropy") if column in needed]

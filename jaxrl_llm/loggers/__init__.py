@@ -28,7 +28,7 @@ __all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
 TRACKERS = ("mlflow", "trackio", "wandb")  # loggers that need a package of the same name, and config.log.project
 CLOSE_SECONDS = 60.0  # time in which a logger must send its waiting calls at the end of the run
 RETRY_PAUSES = (1.0, 60.0)  # seconds of the first and of the longest pause before a failed call is repeated
-MAX_TRIES = 8  # tries of one call, in about two minutes, before other calls are tried in between
+MAX_TRIES = 8  # tries of one call, in about two minutes, before the logger gets other calls between its tries
 SILENT_SECONDS = 60.0  # duration of a call after which a warning says that the logger does not answer
 MAX_WAITING_CALLS = 10_000  # calls that wait for a logger, such as records of some hundred numbers
 T = TypeVar("T")
@@ -70,10 +70,10 @@ class LoggedRun(NamedTuple):
 
 
 class BackgroundLogger:
-    """Runs a logger in a thread of its own, so that a slow logger delays no step.
+    """Runs a logger in a separate thread, so that a slow logger delays no step.
 
     A call that fails is repeated after growing pauses, because a server may be down for a while. After MAX_TRIES tries
-    other calls are tried; if the logger takes one of them, the failing call is dropped. At most MAX_WAITING_CALLS calls
+    the logger gets other calls; if it takes another call, the failing call is dropped. At most MAX_WAITING_CALLS calls
     wait, of which the oldest are dropped first. Lines on the console report the first error, the recovery, each dropped
     call, and the calls that are lost at the end.
     """

@@ -40,8 +40,11 @@ def attend_gpu(
 ) -> jax.Array:
     """Returns attention [B, K, N, R, T, h] of a query [B, K, N, R, T, h] to its row and its prompt, computed by cuDNN.
 
-    row: keys and values [B, K, N, T, h]. segment_ids [B, N, T]: number of each token's completion, 0 for padding, where
-    the output is 0. visible: masks of the rows. prompt: keys and values [B, K, P, h], None without a prompt.
+    Shapes: B prompts, K key-value heads, N rows of each prompt, R query heads of a key-value head, T tokens of a row,
+    P tokens of a prompt, h numbers of a head. A row may hold several completions.
+    row: keys and values [B, K, N, T, h]. segment_ids [B, N, T]: index of each token's completion in its row, from 1; 0
+    for padding, where the output is 0. visible: masks of the rows. prompt: keys and values [B, K, P, h], None without a
+    prompt. implementation: "xla" computes the same on any device, for tests.
     """
     prompt_visible = visible.prompt
     if prompt is None or prompt_visible is None:
@@ -62,7 +65,7 @@ def _attend(
     def pad_length(x: Array, padding: int) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
 
-    def row_major(row: Array, prompt: Array) -> jax.Array:
+    def row_with_prompt(row: Array, prompt: Array) -> jax.Array:
         # The prompt is copied for each row, because cuDNN cannot share keys between rows.
         prompt = jnp.broadcast_to(prompt[:, :, None], (b, k, n, p, h))
         return jnp.concatenate([row, prompt], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)
@@ -71,8 +74,8 @@ def _attend(
     visible = jnp.concatenate([row_visible, prompt_visible], axis=-1).reshape(b * n, 1, t, t + p)
     output = jax.nn.dot_product_attention(
         pad_length(query.transpose((0, 2, 4, 1, 3, 5)).reshape(b * n, t, k * r, h), query_padding),
-        pad_length(row_major(keys, prompt_keys), key_padding),
-        pad_length(row_major(values, prompt_values), key_padding),
+        pad_length(row_with_prompt(keys, prompt_keys), key_padding),
+        pad_length(row_with_prompt(values, prompt_values), key_padding),
         # Padded queries see nothing. Their output is cut off below.
         mask=jnp.pad(visible, ((0, 0), (0, 0), (0, query_padding), (0, key_padding))),
         scale=1.0,  # The query is already scaled.

@@ -279,8 +279,8 @@ class Decoder:
             return x, (cache_l, routing and routing.chosen)
 
         x, outputs = self._run_layers(layer, self._embed(params, tokens), params["layers"], cache)
-        cache, chosen = map(list, zip(*outputs, strict=True))
-        return self._embed_and_head(params).norm(x), cache, chosen
+        cache, chosen_experts = map(list, zip(*outputs, strict=True))
+        return self._embed_and_head(params).norm(x), cache, chosen_experts
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """Returns float32 logits [..., V] for hidden states [..., D]."""

@@ -55,23 +55,26 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 class _Blocks(NamedTuple):
-    """A division of sorted rows into blocks, each for one group; a group's last block reaches into later groups."""
+    """A division of sorted rows into blocks, each for one group. A group's last block may reach into later groups."""
 
     size: int  # rows of a block
     starts: Array  # [E] first row of each group
     ends: Array  # [E] row after the last one of each group
     blocks_before: Array  # [E] number of blocks before each group
-    total: Array  # number of blocks
+    total: Array  # number of blocks of all groups
 
     def locate(self, block: Array) -> tuple[jax.Array, jax.Array]:
         """Returns the group and the first row of a block."""
-        # Several groups may start at the same block number. The last of them has the block, the others are empty.
+        # Several groups may start at the same block number. The last one has the block, because the others are empty.
         group = jnp.sum(self.blocks_before <= block) - 1
         return group, self.starts[group] + (block - self.blocks_before[group]) * self.size
 
 
 def _make_blocks(rows: int, sizes: Array) -> _Blocks:
-    """Divides `rows` rows into blocks of about the mean size of a group. sizes: rows of each group [E]."""
+    """Divides `rows` rows into blocks. sizes: number of rows of each group [E].
+
+    The rows of a block are a power of two above the mean size of a group, between MIN_ROWS and MAX_ROWS.
+    """
     block_rows = min(max(1 << (rows // len(sizes)).bit_length(), MIN_ROWS), MAX_ROWS)
     ends, block_counts = jnp.cumsum(sizes), -(-sizes // block_rows)
     return _Blocks(block_rows, ends - sizes, ends, jnp.cumsum(block_counts) - block_counts, jnp.sum(block_counts))

@@ -134,7 +134,7 @@ def _adapter_error(folder: Path, path: str, field: str) -> str:
 
 
 def _merge_remedy(folder: Path) -> str:
-    """Returns how to merge the veRL FSDP shards in or beside a folder; "" if the folder has no such shards."""
+    """Returns how to merge the veRL FSDP shards in or beside a folder, as the end of an error; "" without shards."""
     for candidate in (folder, folder / "actor", folder.parent):
         if any(candidate.glob("model_world_size_*_rank_*.pt")):
             command = f"python -m verl.model_merger merge --backend fsdp --local_dir {shlex.quote(str(candidate))}"
@@ -276,7 +276,7 @@ def tensor_table(folder: Path, family: str = "") -> TensorNames:
 
 
 def _folder_table(family: str, tensor_files: dict[str, Any]) -> TensorNames:
-    """Returns {path of a parameter: name of its tensors}, where the name also tells whether two axes are swapped."""
+    """Returns {path of a parameter: name of its tensors}. The name is a `SwappedAxes` if two axes are swapped."""
     table = names.matching_table(family, tensor_files)
     fused_templates = {
         path: template for path, template in table.items() if path in FUSED_EXPERTS and FUSED_EXPERTS[0] in table
@@ -286,8 +286,8 @@ def _folder_table(family: str, tensor_files: dict[str, Any]) -> TensorNames:
         for template in fused_templates.values()
         if (name := template.format(0)) in tensor_files
     ]
-    # Files on the hub have the axes [width, expert widths] and [expert width, width]. transformers 5 writes them
-    # swapped, as its modules have them. The common width tells the two forms apart.
+    # Files on the hub have the axes [width, expert widths] and [expert width, width]. transformers 5 writes the axes
+    # swapped, as its modules have them. The position of the common width shows which form a file has.
     if len(fused_shapes) < len(FUSED_EXPERTS) or fused_shapes[0][1] == fused_shapes[1][2]:
         return table
     return {**table, **{path: names.SwappedAxes(template) for path, template in fused_templates.items()}}
@@ -347,9 +347,11 @@ def load_tokenizer(folder: Path) -> Any:
     text by Qwen's rules, so a model with another tokenizer, such as a distilled one, would get wrong token ids.
     Raises: UserError, if the folder has no tokenizer, or an incomplete one.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
 
-    tokenizer_class = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    # An access to AutoTokenizer imports PyTorch where it is installed, for two seconds.
+    is_fast = (folder / "tokenizer.json").is_file()
+    tokenizer_class = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
     try:
         tokenizer = tokenizer_class.from_pretrained(str(folder))
     # transformers raises many types here, and all of them concern the folder's files.
@@ -429,7 +431,7 @@ def load_params(
             index_ranges = tuple(range(*s.indices(size)) for s, size in zip(index or (), shape_leaf.shape, strict=True))
             devices.setdefault(index_ranges, []).append(device)
         arrays = []
-        # The parts are read one by one, so that the host holds only one of them.
+        # The parts are read one by one, so that the host holds only one part at a time.
         for index_ranges, replicas in devices.items():
             axes = names.tensor_axes(name, table[name], len(index_ranges) - names.stacked_axes(table[name]))
             values = _read_part(
@@ -497,9 +499,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / index_name).is_file() and any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has no {index_name}, which names the file of each tensor: download it again")
     if not (folder / index_name).is_file():
-        raise UserError(
-            f"{folder} {_merge_remedy(folder) or f'has no model.safetensors: {_conversion_remedy(folder)}'}"
-        )
+        if merge_remedy := _merge_remedy(folder):
+            raise UserError(f"{folder} {merge_remedy}")
+        raise UserError(f"{folder} has no model.safetensors: {_conversion_remedy(folder)}")
     files = [folder / name for name in sorted(set(read_config(folder, index_name).get("weight_map", {}).values()))]
     for file in files:
         if not file.is_file():

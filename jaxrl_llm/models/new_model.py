@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
-# Tokens of Qwen2.5-VL: the first two enclose an image, the others are placeholders for images and videos.
+# Tokens of Qwen2.5-VL: start and end enclose an image, whose patches IMAGE_TOKEN stands for (VIDEO_TOKEN for videos).
 IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN = (
     "<|vision_start|>",
     "<|vision_end|>",

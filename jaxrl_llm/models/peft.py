@@ -39,8 +39,8 @@ UNSUPPORTED_SETTINGS = (
     "use_dora",
     "use_qalora",
 )
-# Values of init_lora_weights that leave the base unchanged. With the others, such as "pissa", PEFT changes the base
-# too.
+# Values of init_lora_weights that leave the base unchanged. With any other value, such as "pissa", PEFT changes the
+# base too.
 SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 

@@ -86,7 +86,7 @@ def rope_settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[st
             "config.json: partial_rotary_factor must be 1, because models that rotate only a part of each head are not "
             "supported: use another checkpoint"
         )
-    # rope_theta in the rope settings overrides the one at the top level, as in transformers.
+    # A rope_theta in the rope settings overrides rope_theta at the top level, as in transformers.
     return {"rope_theta": hf.get("rope_theta", 10_000.0)} | settings | {"rope_type": rope_type}
 
 
@@ -129,7 +129,7 @@ def _as_tuple(frequencies: np.ndarray) -> tuple[float, ...]:
 
 
 def _llama3(base: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
-    """Returns Llama 3.1's frequencies: low ones are divided by `factor`, high ones kept, others interpolated."""
+    """Returns Llama 3.1's frequencies: low frequencies are divided by `factor`, high ones kept, others mixed."""
     rotations = rope["original_max_position_embeddings"] * base / (2 * np.pi)  # within the pre-training length
     low_factor, high_factor = rope["low_freq_factor"], rope["high_freq_factor"]
     unscaled = np.clip((rotations - low_factor) / (high_factor - low_factor), 0, 1)
@@ -152,7 +152,7 @@ def _yarn(base: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
         # The bounds are rounded outwards, as in the paper's code. Some files, such as gpt-oss's, switch this off.
         lowest_dimension, highest_dimension = math.floor(lowest_dimension), math.ceil(highest_dimension)
     lowest_dimension, highest_dimension = max(lowest_dimension, 0), min(highest_dimension, 2 * half_size - 1)
-    # Both bounds may round to the same dimension. 0.001 then avoids a division by 0, as in YaRN's code.
+    # If both bounds round to the same dimension, 0.001 avoids a division by 0, as in YaRN's code.
     divided_share = np.clip(
         (np.arange(half_size) - lowest_dimension) / ((highest_dimension - lowest_dimension) or 0.001), 0, 1
     )

@@ -28,7 +28,7 @@ from jaxrl_llm.structs import Sizes
 RATE, WIDTH = 5e-5, 1024  # learning rate that ruined a model, and the width of this model
 # Factor of the bound for adapters, because the embedded model is stable at 4e-3 and ruined at 1e-2 (docs/lora.md).
 ADAPTERS = 10
-# Factor of the bound for fixed targets, in sft and for a critic, because configs/sft.py learns with 2e-3 at width 128.
+# Factor of the bound for fixed targets (sft, and a critic), because configs/sft.py learns with 2e-3 at width 128.
 SUPERVISED = 10
 UPDATES, UPDATES_WITH_CRITIC = 4, 16  # optimizer steps on a rollout; more give a warning
 # Up to this number of sequences per optimizer step, a published reward stayed flat (with a critic: it swung).
@@ -47,7 +47,7 @@ class RunSettings(NamedTuple):
 
     @property
     def rl(self) -> Recipe | None:
-        """The recipe if it is one of `train`; None for one of `sft`."""
+        """The recipe if the program is `train`; None if it is `sft`."""
         return self.recipe.rl
 
 

@@ -51,7 +51,10 @@ def check_rewards(recipe: Recipe) -> None:
         if problem := Field(float).problem(weight):
             raise UserError(f"config.reward.weights: the weight of {name} {problem}")
         if problem := Field(str).problem(name):
-            raise UserError(f"config.reward.functions: one name {problem}")
+            raise UserError(
+                f"config.reward.functions has an entry that {problem}: name each function as text, such as "
+                "'math.accuracy'"
+            )
         with tried():
             check_call(name, tasks.REWARDS, "config.reward.functions")
     channels = [split_call(name)[0] for name in names]
@@ -131,8 +134,8 @@ def check_columns(recipe: Recipe) -> None:
     for section, column in scores.items():
         if column not in {*recipe.loss_columns, *recipe.estimator.inputs, "reward_model_scores"}:
             raise UserError(
-                f"config.{section} has no effect: neither loss {loss.name!r} nor advantage {advantage.name!r} has the "
-                f"argument {column}; remove the section"
+                f"config.{section} has no effect, because neither loss {loss.name!r} nor advantage {advantage.name!r} "
+                f"has the argument {column}: remove the section"
             )
     for section, settings in recipe.frozen.items():
         if not settings.path:
@@ -142,7 +145,7 @@ def check_columns(recipe: Recipe) -> None:
 def check_inputs(function: str, inputs: Sequence[str], known_columns: Sequence[str]) -> None:
     """Checks that every argument of a loss or an estimator is a column that the run computes.
 
-    function: field and value that name the function; inputs: names of its arguments; known: columns of the run.
+    function: field and value that name the function; inputs: names of its arguments; known_columns: columns of the run.
     Raises: UserError, with the columns and the section of the config that would add the missing one.
     """
     missing = {"values": ", or add the section config.critic (see configs/ppo.py)"}

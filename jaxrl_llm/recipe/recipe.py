@@ -1,6 +1,6 @@
 """Recipes: a config as a frozen record, with the facts that follow from it.
 
-Only build.py, the programs and the tools see a whole recipe. Each room below them gets the record of its own section.
+Only build.py, the programs and the tools see a whole recipe. All other modules get the record of their own section.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Settings:
 
     @property
     def rl(self) -> Recipe | None:
-        """This recipe if it is one of `train`; None for one of `sft`."""
+        """This recipe if the program is `train`; None if it is `sft`."""
         return None
 
     @property

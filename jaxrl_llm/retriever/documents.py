@@ -18,14 +18,14 @@ class RetrieverError(Exception):
 
 
 class Document(NamedTuple):
-    """A document of a corpus. As in Search-R1, the first line of its contents may be a title in quotes."""
+    """A document of a corpus. The first line of its contents may be a title in quotes, as in Search-R1."""
 
     id: str
     contents: str
 
 
 class DocumentFile(Sequence[Document]):
-    """Documents of a file of JSON lines. The memory holds only the offsets of its lines."""
+    """Documents of a file of JSON lines. Only the offsets of the lines are in memory."""
 
     def __init__(self, path: Path, places: np.ndarray | None = None):
         """places: [N + 1] offsets of the lines in bytes, and the end of the last line; None to find them.

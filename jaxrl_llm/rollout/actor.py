@@ -67,14 +67,15 @@ class Actor:
         self._seed, self._attempt = seed, 0
         self._lag, self._last, self._check = lag, last, weight_check
         self._curriculum = curriculum
-        # The curriculum's marks [rows] after the last step. With a lag, sampling uses the marks of an earlier step.
-        self._visits = curriculum.no_signal if curriculum else None
+        # Marks [rows] of the curriculum after the last step: True for a row whose last group had no signal. With a lag,
+        # sampling uses the marks of an earlier step.
+        self._no_signal_rows = curriculum.no_signal if curriculum else None
         # Position in the data behind the last batch that was learned from.
         self._start_position = self._position = self._data_position()
         self._in_flight: InFlightGroups | None = None  # groups that were incomplete after that batch
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._restored: list[Samples] = []  # batches of a checkpoint, until `start` hands them to the prefetcher
-        self._learned_step = 0  # step after whose `push` no `next` has come yet; 0: no such step
+        self._learned_step = 0  # last step that was pushed but not yet followed by `next`; 0: no such step
         self._current: Samples | None = None  # batch that `next` has returned, until its `push`
         self._unpushed: tuple[PyTree, PyTree, int] | None = None  # states, parameters and number of the last step
         self.lease: WeightLease  # result of the last `start` or `push`
@@ -91,12 +92,14 @@ class Actor:
         self._attempt, self._current, self._learned_step, self._in_flight = notes["attempt"], None, 0, None
         # Set the position of the prompts before a push is submitted, because with a lag the thread samples right after
         # the push.
-        self._source.prompts.set_state([self._position, *positions][-1]["data"])
-        if self._visits is not None:
-            size = len(self._visits)
-            self._visits = from_text(notes["visits"], size) if "visits" in notes else np.zeros(size, bool)
+        newest_position = positions[-1] if positions else self._position
+        self._source.prompts.set_state(newest_position["data"])
+        if self._no_signal_rows is not None:
+            size = len(self._no_signal_rows)
+            self._no_signal_rows = from_text(notes["visits"], size) if "visits" in notes else np.zeros(size, bool)
         batches = zip(arrays[: len(metrics)], metrics, notes["replaced"] if metrics else [], strict=True)
         sampled = [self._source.from_checkpoint(*batch) for batch in batches]
+        # The arrays of the groups in flight, if any, are behind the arrays of the batches.
         for in_flight_arrays in arrays[len(metrics) :]:
             in_flight_arrays = transfers.to_host(in_flight_arrays)
             self._in_flight = InFlightGroups.from_checkpoint(in_flight_arrays, self._source.collate)
@@ -107,10 +110,11 @@ class Actor:
         ]
 
     def start(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> WeightLease:
-        """Starts after `step`, once `load` has restored the position. Leases the parameters of `states` to the engine.
+        """Starts after `step`, once `load` has restored the position. Leases `params` to the engine.
 
-        attempt: number of rollbacks of the run so far. Each attempt samples anew: it drops the batches and the groups
-        in flight of an earlier attempt, and uses the prompts of these batches again.
+        states: train states, which the lease returns when it is reclaimed. params: parameters to push, which may share
+        arrays with `states`. attempt: number of rollbacks of the run so far. Each attempt samples anew: it drops the
+        batches and the groups in flight of an earlier attempt, and uses the prompts of these batches again.
         """
         if attempt != self._attempt and (self._restored or self._in_flight):
             self._restored, self._in_flight, self._source.in_flight = [], None, None
@@ -125,8 +129,8 @@ class Actor:
     def next(self) -> Samples:
         """Waits for the batch of the next step and returns it. Returns the same batch until `push`.
 
-        It also orders the batch after that. `push` does not, because only now does the last step need neither the
-        engine nor the devices.
+        It also orders a later batch from the prefetcher. `push` cannot order that batch, because after `push` the last
+        step may still use the engine and the devices, for example for an evaluation.
         """
         if self._learned_step:
             self._prefetcher.order_after(self._learned_step)
@@ -144,10 +148,10 @@ class Actor:
         self._position, self._in_flight = samples.position, samples.in_flight
         self._prefetcher.drop_current()
         self._learned_step = step
-        if self._curriculum and self._visits is not None:
+        if self._curriculum and self._no_signal_rows is not None:
             # `no_signal` waits for the reward functions.
             visits = samples.prompts.numbers, samples.no_signal, samples.replaced_rows
-            self._visits = self._curriculum.visited(self._visits, *visits)
+            self._no_signal_rows = self._curriculum.visited(self._no_signal_rows, *visits)
         if step < self._last:
             self.lease = self._submit_push(states, params, step)
             return self.lease
@@ -183,7 +187,7 @@ class Actor:
         metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in complete_batches]
         notes = {"attempt": self._attempt, "positions": positions, "metrics": metrics}
         notes |= {"replaced": [samples.replaced_rows for samples in complete_batches]}
-        notes |= {"visits": to_text(self._visits)} if self._visits is not None else {}
+        notes |= {"visits": to_text(self._no_signal_rows)} if self._no_signal_rows is not None else {}
         arrays = [self._source.to_checkpoint(samples) for samples in complete_batches]
         if in_flight:
             arrays.append(transfers.shard_batch(in_flight.to_checkpoint(), self._source.mesh))
@@ -205,16 +209,16 @@ class Actor:
         self._prefetcher.close()
 
     def _submit_push(self, states: PyTree, params: PyTree, step: int) -> WeightLease:
-        pushed = self._prefetcher.submit(self._push, params, step, self._visits)
+        pushed = self._prefetcher.submit(self._push, params, step, self._no_signal_rows)
         if distributed.count() > 1 or self._device:
             # The push gathers weights on the trainer's devices, so it must end before any process runs another program.
             pushed.result()
         return WeightLease(states, params, pushed, self._check)
 
-    def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
-        if self._curriculum and visits is not None:
+    def _push(self, params: PyTree, step: int, no_signal_rows: np.ndarray | None) -> Rollouts | None:
+        if self._curriculum and no_signal_rows is not None:
             # The curriculum gets new marks with a push, so that the step and not the time decides what sampling uses.
-            self._curriculum.no_signal = visits
+            self._curriculum.no_signal = no_signal_rows
         self.engine.update_weights(params, step)
         return self._check.ask() if self._check else None
 

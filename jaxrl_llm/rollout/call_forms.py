@@ -33,7 +33,7 @@ class CallText(NamedTuple):
     start: int
     end: int
     calls: list[Call] | None  # None if the text is no valid call
-    content: str  # what was read
+    content: str  # text of the calls, without their opening
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,27 @@ class CallForm:
 
     def find(self, text: str, types: Types) -> list[CallText]:
         """Returns the calls of a turn. text: turn with its special tokens."""
-        found, match = list[CallText](), self.opening.search(text)
+        call_texts, match = list[CallText](), self.opening.search(text)
         while match:
             try:
                 calls, end = self.read(text, match, types)
-                later = self.opening.search(text, end)
+                next_match = self.opening.search(text, end)
             except NO_CALL:
                 # A call that cannot be read ends where the next one begins. An opening may be empty.
-                later = self.opening.search(text, max(match.end(), match.start() + 1))
-                calls, end = None, later.start() if later else len(text)
-            found.append(CallText(match.start(), end, calls, text[match.end() : end]))
-            match = later
-        return found
+                next_match = self.opening.search(text, max(match.end(), match.start() + 1))
+                calls, end = None, next_match.start() if next_match else len(text)
+            call_texts.append(CallText(match.start(), end, calls, text[match.end() : end]))
+            match = next_match
+        return call_texts
 
     def rewrite(self, text: str, types: Types) -> str:
         """Returns a turn with all its calls in the form that environments read."""
-        parts, place = list[str](), 0
+        parts, part_start = list[str](), 0
         for part in self.find(text, types):
             bodies = [part.content] if part.calls is None else map(json.dumps, part.calls)
-            parts += [text[place : part.start], *(f"<tool_call>{body}</tool_call>" for body in bodies)]
-            place = part.end
-        return "".join([*parts, text[place:]])
+            parts += [text[part_start : part.start], *(f"<tool_call>{body}</tool_call>" for body in bodies)]
+            part_start = part.end
+        return "".join([*parts, text[part_start:]])
 
 
 def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
@@ -77,7 +77,7 @@ def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
 
 
 def choose_form(tokenizer: Any, template_args: Mapping[str, Any]) -> CallForm:
-    """Returns the form in which a chat template writes calls. Raises: UserError, if no known form is this one."""
+    """Returns the form in which a chat template writes calls. Raises: UserError, if the form is not in FORMS."""
     function = {"type": "function", "id": "000000000", "function": PROBE}
     messages = [
         {"role": "user", "content": QUESTION},
@@ -85,7 +85,7 @@ def choose_form(tokenizer: Any, template_args: Mapping[str, Any]) -> CallForm:
         {"role": "tool", "content": "a-result", "name": PROBE["name"], "tool_call_id": function["id"]},
     ]
     try:
-        written = tokenizer.apply_chat_template(messages, tokenize=False, **template_args).rpartition(QUESTION)[2]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, **template_args).rpartition(QUESTION)[2]
     except Exception as error:  # a chat template may raise any error
         raise UserError(
             f"config.env has tools, but the model's chat template does not accept their calls ({describe(error)}): use "
@@ -93,15 +93,15 @@ def choose_form(tokenizer: Any, template_args: Mapping[str, Any]) -> CallForm:
         ) from error
     own_forms = [form_of_tokenizer(tokenizer)] if getattr(tokenizer, "response_template", None) else []
     for form in (*own_forms, *FORMS):
-        found = form.find(written, PROBE_TYPES)
-        if [part.calls for part in found] == [[PROBE]]:
+        call_texts = form.find(rendered, PROBE_TYPES)
+        if [part.calls for part in call_texts] == [[PROBE]]:
             return form
     names = ", ".join(form.name for form in FORMS)
-    written = written if PROBE["name"] in written else "nothing"
+    rendered = rendered if PROBE["name"] in rendered else "nothing"
     raise UserError(
         f"config.env has tools, but the form in which the model's chat template writes calls is unknown (it writes "
-        f"{written!r:.200}); known forms: {names}: use another model, or describe the form by response_template in its "
-        "tokenizer_config.json"
+        f"{rendered!r:.200}); known forms: {names}: use another model, or describe the form by response_template in "
+        "its tokenizer_config.json"
     )
 
 

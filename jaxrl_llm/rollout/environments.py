@@ -217,7 +217,7 @@ class EnvironmentBatch:
     @property
     def truncated(self) -> np.ndarray:
         """True for episodes [B, G] that a limit of turns, observation tokens or time has cut."""
-        return np.array([episode.was_cut for episode in self._episodes]).reshape(-1, self._group_size)
+        return np.array([episode.reached_limit for episode in self._episodes]).reshape(-1, self._group_size)
 
     def metrics(self) -> dict[str, np.ndarray]:
         """Returns {name: [B, G]}, the sums of each metric over the turns of an episode."""
@@ -269,7 +269,7 @@ class EnvironmentBatch:
         """Sets the metrics {name: [B, G]} and cuts [B, G] of the episodes, which later turns add to."""
         for i, episode in enumerate(self._episodes):
             episode.metric_sums = {name: values.flat[i] for name, values in metrics.items()}
-            episode.was_cut = bool(truncated.flat[i])
+            episode.reached_limit = bool(truncated.flat[i])
 
     def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
         if any(self._step(episode, turn).done for turn in turns):
@@ -309,7 +309,7 @@ class EnvironmentBatch:
         if reply.done:
             return None
         if episode.metric_sums["turns"] >= self._pool.max_turns:
-            episode.was_cut = True
+            episode.reached_limit = True
             return None
         try:
             return self._encode_reply(episode, reply.observation, turn)
@@ -317,7 +317,7 @@ class EnvironmentBatch:
             # A chat template may raise any error, even if it has accepted the results of `check`.
             warn_of(error)
             episode.add_metrics({"errors": 1.0})
-            episode.was_cut = True
+            episode.reached_limit = True
             return None
 
     def _encode_reply(self, episode: Episode, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
@@ -325,7 +325,7 @@ class EnvironmentBatch:
         ids = self._pool.encode_observation(observation, episode.row, turn)
         if len(ids) <= self._pool.observation_tokens:
             return ids
-        episode.was_cut = True
+        episode.reached_limit = True
         if isinstance(observation, str):
             return ids[: self._pool.observation_tokens]
         return self._pool.shorten_results(observation, episode.row, turn)
@@ -352,5 +352,5 @@ class EnvironmentBatch:
             return self._pool.time_limit.call(step)
         except TimeoutError:
             # The environment may still run the step, so it must not get another one.
-            episode.was_cut = episode.is_late = True
+            episode.reached_limit = episode.is_late = True
             return Reply(done=True, metrics={"errors": 1.0})

@@ -24,7 +24,7 @@ class Episode:
     environment: Environment
     row: dict[str, Any]
     metric_sums: dict[str, np.float32] = field(default_factory=dict)  # sums of metrics over the turns
-    was_cut: bool = False  # whether a limit of turns, observation tokens or time has cut it
+    reached_limit: bool = False  # whether a limit of turns, observation tokens or time ended it
     is_late: bool = False  # whether its environment may still run a call, so that no other call may start
     is_finished: bool = False  # whether the environment has given its last metrics
 

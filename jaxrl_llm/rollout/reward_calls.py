@@ -79,7 +79,7 @@ def call_reward(
     if not isinstance(values, list) or len(values) != len(texts):
         raise UserError(
             f"reward function {name} returned {_describe_result(returned, values)} for {len(texts)} completions; "
-            "it must return a list with one number for each, and the first is "
+            "it must return a list with one number for each; the first of these completions is "
             f"{_describe_completion(rows[0], texts[0])}"
         )
     numbers = [_checked_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
@@ -143,9 +143,9 @@ def _arguments(name: str, function: Reward, batch: FlatBatch, log_metric: Callab
     columns.pop("prompt")
     offered = columns | {"prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
     offered |= {"log_metric": log_metric}
-    for key in function.keywords if isinstance(function, partial) else ():
-        # The config sets this argument, so a column of the same name does not.
-        offered.pop(key, None)
+    if isinstance(function, partial):
+        # The config sets these arguments, so columns of the same names do not.
+        offered = {key: x for key, x in offered.items() if key not in function.keywords}
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         chosen = offered

@@ -88,8 +88,8 @@ class GroupReplacement(NamedTuple):
 def align_metrics(rollouts: Rollouts, channel: str) -> Rollouts:
     """Returns rollouts with the episode metrics of all processes; a metric that this process lacks is 0.
 
-    So reward functions get the same columns with any number of processes, and checkpoints the same arrays. channel:
-    channel of `distributed.exchange`.
+    So reward functions get the same columns with any number of processes, and checkpoints the same arrays.
+    channel: name of the exchange between the processes, such as SAMPLING; threads that exchange use different names.
     """
     names = distributed.exchange([*rollouts.episodes], channel)
     return rollouts.measured(sorted({*chain(*names)}))
@@ -100,9 +100,9 @@ def episode_metrics(rollouts: Rollouts) -> list[list[dict[str, float]]]:
 
     The metric `seconds` is left out, because a reward must be the same in a resumed run.
     """
-    named = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
+    lists_by_metric = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
     b, g = rollouts.truncated.shape
-    return [[{name: values[i][j] for name, values in named.items()} for j in range(g)] for i in range(b)]
+    return [[{name: values[i][j] for name, values in lists_by_metric.items()} for j in range(g)] for i in range(b)]
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class CompletionTask:
     ) -> tuple[Prompts, Rollouts]:
         """Samples completions of a single turn, or episodes if the task has environments or agents.
 
-        Returns the prompts too, because agents write prompts of their own. channel: argument of `align_metrics`.
-        report_ended: argument of `Engine.sample`.
+        Returns the prompts too, because agents write prompts of their own. channel: name of the exchange of metrics
+        between processes, for `align_metrics`. report_ended: argument of `Engine.sample`.
         """
         if self.agents:
             open_engine = cast(OpenEngine, engine)
@@ -176,7 +176,7 @@ class CompletionTask:
     ) -> FirstCompleteGroups:
         """Samples until `wanted_groups` groups are complete, `required_groups` among them.
 
-        channel: argument of `align_metrics`.
+        channel: name of the exchange of metrics between processes, for `align_metrics`.
         """
         first = engine.sample_first(
             in_flight, key, sampling=sampling, wanted_groups=wanted_groups, required_groups=required_groups
@@ -244,15 +244,15 @@ class SampledGroups(NamedTuple):
 
 
 class SamplingPlan(NamedTuple):
-    """What a step samples for each of its prompts."""
+    """How many completions a step samples for each of its prompts, and with which settings."""
 
     group_size: int  # completions of a prompt
     sampling: Sampling
     resample_rounds: int = 0  # most rounds of fresh prompts that replace groups without a signal
     greedy: bool = False  # whether to sample the greedy completion too
     masks_truncated: bool = False  # whether truncated completions are left out of training
-    # Groups of all processes that are open beyond a batch: the batch is the groups that are complete first, and the
-    # next call continues the others. 0 = the batch is all groups.
+    # Open groups of all processes in addition to a batch. The groups that are complete first are the batch, and the
+    # next call continues all other groups. 0 = no additional groups, so that all groups are the batch.
     partial: int = 0
     max_age: int = 0  # steps after which a group must be in the batch; 0 = no bound
 
@@ -382,9 +382,9 @@ def resample_groups(
 ) -> tuple[Samples, int]:
     """Replaces groups without a signal by groups of `sample_fresh(1)`, `sample_fresh(2)` and so on.
 
-    Also returns the number of replaced groups. It stops when every group has a signal, or after `rounds` rounds, and
-    drops the fresh groups that it does not need.
-    A fresh group replaces only a group of its own source. Otherwise an easy or a hard source would vanish from a
+    Also returns the number of replaced groups. The search stops when every group has a signal, or after `rounds`
+    rounds. Fresh groups that are not needed are dropped.
+    A fresh group replaces only a group of the same source. Otherwise an easy or a hard source would vanish from a
     mixture.
     The fresh group may be in another process. `apply_replacements` moves its completions and rewards later, because
     this function may run in a thread beside programs of the main thread on the same devices.

@@ -48,9 +48,9 @@ class ToolMessages:
         return argument_types({**self._args, **row_args}.get("tools", ()))
 
     def check(self, row_args: Mapping[str, Any]) -> None:
-        """Renders difficult results. Raises: UserError, if the template does not accept or does not show results.
+        """Renders difficult results, to check the template.
 
-        Raises it also if the form is unknown in which the template writes calls.
+        Raises: UserError, if the template does not accept or does not show results, or writes calls in an unknown form.
         """
         try:
             rendered = self.render_results([], MARKED_RESULTS, row_args)
@@ -67,7 +67,7 @@ class ToolMessages:
                 "config.env has tools, but the model's chat template does not show their results: use another model, "
                 "or an environment whose observations are text"
             )
-        _ = self.form
+        _ = self.form  # raises UserError if the template writes calls in an unknown form
 
     def render_results(self, turn: Sequence[int], results: Sequence[str], row_args: Mapping[str, Any]) -> str:
         """Returns the text from the end of a turn, which has these token ids, to the start of the next turn.
@@ -103,7 +103,7 @@ class ToolMessages:
         return self._render({"role": "assistant", "content": TURN_MARK}, results, row_args).partition(TURN_MARK)[2]
 
     def _render_after_calls(self, turn: Sequence[int], results: Sequence[str], row_args: Mapping[str, Any]) -> str:
-        """Returns the text after a message with the calls of a turn. Their arguments do not matter, but their names."""
+        """Returns the text after a message with the calls of a turn. The calls keep their names, but no arguments."""
         parts = self.form.find(self._tokenizer.decode(turn), self._types(row_args)) if len(turn) else []
         names = [call["name"] for part in parts for call in part.calls or [PROBE]]
         names = (names + [PROBE["name"]] * len(results))[: len(results)]

@@ -73,8 +73,9 @@ def check_sandbox() -> None:
         raise NoSandbox(f"this system is {sys.platform}")
     try:
         seccomp_filter()
-    except KeyError as machine:
-        raise NoSandbox(f"the filter of system calls supports x86_64 and aarch64, not {machine.args[0]}") from None
+    except KeyError as error:
+        machine = error.args[0]
+        raise NoSandbox(f"the filter of system calls supports x86_64 and aarch64, not {machine}") from None
     if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
         raise NoSandbox("the kernel does not list the children of a process (CONFIG_PROC_CHILDREN)")
     # Run an empty program, because an administrator's restrictions show only when bwrap runs.
@@ -160,8 +161,9 @@ class SandboxProgram(NamedTuple):
         """Returns (error, reason) if the program has more files or threads than allowed, else None."""
         with suppress(OSError, ValueError, IndexError):  # The program may end meanwhile.
             pid = self.process.pid
-            for _ in () if is_unconfined() else range(2):
-                # The child of bwrap is process 1 of the sandbox, and the child of process 1 is the program.
+            # The child of bwrap is process 1 of the sandbox, and the child of process 1 is the program.
+            levels_above_program = 0 if is_unconfined() else 2
+            for _ in range(levels_above_program):
                 pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
             if len(os.listdir(f"/proc/{pid}/task")) > MAX_THREADS:
                 return "it has too many threads", "processes"
@@ -225,7 +227,7 @@ def start_program(
         for text, file in zip((code, stdin), texts, strict=True):
             file.write(text.encode("utf-8", "replace"))
             file.seek(0)
-        # Output goes to files, because nobody reads pipes while the program runs. RLIMIT_FSIZE limits the files.
+        # Output goes to files, because a full pipe would block the program. RLIMIT_FSIZE limits the files.
         stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in "oe")
         (is_ready, ready), (filter_end, to_filter) = (open_pipe(stack) for _ in "rf")
         unconfined = is_unconfined()

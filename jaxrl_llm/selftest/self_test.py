@@ -37,7 +37,7 @@ from jaxrl_llm.selftest.trial import (
     make_trial,
     trial_batch,
 )
-from jaxrl_llm.structs import Array, Batch, Rollouts
+from jaxrl_llm.structs import Array, Batch, PyTree, Rollouts
 from jaxrl_llm.tasks import PREFILL, owns_loop
 
 # A bound such as KL is for float32, and its partner KL_ROUNDED is for other dtypes.
@@ -160,9 +160,11 @@ def reference_agrees(trial: Trial) -> CheckReport:
         return skipped(NEEDS_FULL)
     text = f"KL to the reference {kl:.1e}"
     bound = KL if trial.parts.recipe_summary.dtype == "float32" else KL_ROUNDED
-    # If top-k or top-p is set, the KL is the mean of the difference d of log-probabilities, and not of d^2 / 2. So its
-    # bound is wider in a full trial.
-    if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
+    # In a full trial with top-k or top-p, the KL is the mean of the difference d of log-probabilities. Otherwise it is
+    # the mean of about d^2 / 2, so a bound b of d^2 / 2 is a bound sqrt(2 b) of d.
+    if trial.full and trial.parts.learning.sampling.truncates:
+        bound = np.sqrt(2 * bound)
+    if abs(kl) <= bound:
         return CheckReport(text)
     cause = "the reference model has other weights than the policy, or its program computes other numbers"
     fix = "start a new run, and do not change the model's files meanwhile"
@@ -278,6 +280,7 @@ def reward_sees(trial: Trial) -> CheckReport:
 def _answer_forms(row: dict[str, Any]) -> list[str]:
     """Returns the forms of an answer for a row, without the part of an empty thought that its prompt has already."""
     prompt = row["prompt"]
+    # The message of the answer may begin in the prompt.
     message_start = prompt[-1]["content"] if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" else ""
     opened_text = row.get(PREFILL) or str(message_start)
     opening = EMPTY_THOUGHT if "</think>" in opened_text else "<think>" if "<think>" in opened_text else ""
@@ -291,7 +294,8 @@ def _total_rewards(trial: Trial, rows: list[dict[str, Any]], texts: list[list[st
     """
     ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
     columns = {}
-    if trial.parts.recipe_summary.env:  # the columns of an episode of one turn, in which the environment measured 0
+    # With an environment, functions get the columns of an episode of one turn, whose measurements are all 0.
+    if trial.parts.recipe_summary.env:
         columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
         columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
         columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]
@@ -302,7 +306,7 @@ def _total_rewards(trial: Trial, rows: list[dict[str, Any]], texts: list[list[st
 def stop_is_learned(trial: Trial) -> CheckReport:
     """S6: prompts end with the generation prompt; completions can stop, and their stop tokens are trained."""
     rollouts, stops, limit = trial.rollouts, trial.parts.stop_ids, trial.parts.learning.sizes.max_completion_tokens
-    findings = list(_generation_prompt(trial))
+    findings = list(_check_generation_prompt(trial))
     if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
         fix = "add eos_token_id to the model's generation_config.json"
         evidence = f"stop tokens {list(stops)}, none in the vocabulary"
@@ -411,8 +415,8 @@ def _count_observations(
 
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Returns the finding of the rule `tool_down` if a tool fails in all calls of these episodes, else None."""
-    measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
-    finding, environment = tool_down(History([{"step": 1} | measured])), trial.parts.recipe_summary.env
+    means = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
+    finding, environment = tool_down(History([{"step": 1} | means])), trial.parts.recipe_summary.env
     if finding and environment and "url" in environment.arguments:
         finding = replace(finding, cause=f"{finding.cause} (config.env.url = {environment.arguments['url']!r})")
     return finding and replace(finding, id=tool_down.__name__)
@@ -450,7 +454,7 @@ def push_arrives(trial: Trial) -> CheckReport:
         return skipped(NEEDS_FULL)
     if trial.engine.max_gap is not None:
         return _weight_check(trial)
-    changed_params = jax.tree.map(_changed_weights, trial.params)
+    changed_params = _changed_params(trial.params)
     trial.engine.update_weights(changed_params)
     sampled = trial.sample(TRIAL_KEY, COMPARED_TOKENS)
     # The engine gets the run's own weights again, whatever this check finds.
@@ -478,6 +482,13 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("S9", samples_differ),
     ("S10", push_arrives),
 )
+
+
+# One program for all weights, because operation by operation each shape would compile programs of its own.
+@jax.jit
+def _changed_params(params: PyTree) -> PyTree:
+    """Returns changed weights for a trial push."""
+    return jax.tree.map(_changed_weights, params)
 
 
 def _changed_weights(weights: Array) -> Array:
@@ -514,7 +525,7 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
     return metrics(trial.policy, replace(trial.batch, packed_index=None))
 
 
-def _generation_prompt(trial: Trial) -> Iterator[Finding]:
+def _check_generation_prompt(trial: Trial) -> Iterator[Finding]:
     """Yields a finding if the first prompt does not end with the generation prompt of the chat template."""
     prompt, tokenizer = trial.parts.dataset.rows[0]["prompt"], trial.parts.tokenizer
     if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or the answer has begun already
@@ -532,8 +543,13 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
 
 def _distance(gradient: Any, reference: Any) -> float:
     """Returns |gradient - reference| / |reference|."""
-    norm = optax.global_norm(reference)
-    return float(optax.global_norm(jax.tree.map(jnp.subtract, gradient, reference)) / jnp.maximum(norm, 1e-30))
+    return float(_relative_distance(gradient, reference))
+
+
+@jax.jit
+def _relative_distance(gradient: PyTree, reference: PyTree) -> Array:
+    difference, norm = optax.tree.sub(gradient, reference), optax.global_norm(reference)
+    return optax.global_norm(difference) / jnp.maximum(norm, 1e-30)
 
 
 def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:

@@ -24,7 +24,7 @@ from jaxrl_llm.session.changes import Change
 from jaxrl_llm.session.settings import HealthSettings
 from jaxrl_llm.structs import Sizes
 
-if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+if TYPE_CHECKING:  # the import of these modules takes a second, and a check of a config does not need them
     from jaxrl_llm.learner.scorers import Scorer
     from jaxrl_llm.learner.update import Learner
 
@@ -42,7 +42,10 @@ def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str
 
 
 def _wrapped(line: str, indent: int, console: Console) -> str:
-    """Returns a line for a console. On a terminal a long line is wrapped between words, with an indent."""
+    """Returns a line for a console. On a terminal a long line is wrapped between words.
+
+    indent: spaces before the continuation lines.
+    """
     line = printable(line)
     if not console.is_terminal:
         return line
@@ -52,7 +55,10 @@ def _wrapped(line: str, indent: int, console: Console) -> str:
 def model_and_data_table(
     path: str, mesh: Mesh, model: DecoderConfig, sizes: Sizes, settings: DataSettings, dataset: Dataset
 ) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on model, mesh and training data. path: folder of the model, "" for a new model."""
+    """Returns the banner's rows on model, mesh and training data.
+
+    path: folder of the model, "" for a new model. sizes: numbers of steps, prompts and completions of the run.
+    """
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
     has_few_rows = len(dataset.rows) < sizes.prompts_per_step
@@ -158,7 +164,10 @@ def start_table(start: int, steps: int, changes: Sequence[Change]) -> list[tuple
 
 
 def rollback_table(health: HealthSettings, checkpoint_every: int) -> list[tuple[str, str]]:
-    """Returns the banner's row on how far the run can roll back, if health rules may do so. every: checkpoint.every."""
+    """Returns the banner's row on how far the run can roll back; [] if no health rule may roll back.
+
+    checkpoint_every: config.checkpoint.every.
+    """
     if not (rollback := health.rollback):
         return []
     ages = ", ".join(str(checkpoint_every * 2**i) for i in range(3))
@@ -215,7 +224,10 @@ def truncation_table(sampling: Sampling, terms: Sequence[str]) -> list[tuple[str
 
 
 def sampler_table(mesh: Mesh, devices: int) -> list[tuple[str, str]]:
-    """Returns the banner's row on the sampler's mesh. devices: number of devices of its own; 0 = shared, no row."""
+    """Returns the banner's row on the sampler's mesh; [] if it shares the trainer's devices.
+
+    devices: number of devices that only the sampler uses; 0 = none.
+    """
     if not devices:
         return []
     axes, local_count = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()), len(mesh.local_devices)
@@ -233,7 +245,9 @@ def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
         return []
     names = ", ".join(module.rpartition(".")[2] for module in adapters.modules.values())
     rows = [("adapters that learn", f"{adapters.size:,} parameters, {type(adapters.kind).__name__}, of {names}")]
-    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(adapters.int8_paths)
+    if adapters.int8_paths:
+        rows.append(("kernels of the base", "int8, with a scale for each output"))
+    return rows
 
 
 def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tuple[str, str]]:

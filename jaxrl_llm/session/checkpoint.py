@@ -38,8 +38,8 @@ NO_ROWS = Rows({}, "")
 FORMAT = 3  # version of the checkpoint format, which grows with each change that older versions cannot read
 MODELS, SAMPLES = "models", "samples"  # names of the parts that have arrays
 NOTES = "notes"  # name of the JSON file of a checkpoint
-# Empty file beside the folder of checkpoints that says that one was complete. It tells a run that has lost its
-# checkpoints from a run that was killed before its first one.
+# Empty file beside the folder of checkpoints. It exists once a checkpoint was complete. So a run without checkpoints
+# has lost them if the file exists, and was killed before its first checkpoint otherwise.
 SAVED = "checkpoints.saved"
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
@@ -164,8 +164,9 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Waits for all saves, and returns the steps to which a rollback may go.
 
-        These are the best checkpoints and those at multiples of `every`. Checkpoints that a signal made are left out,
-        because a run without the signal could not go back to them. Raises: UserError, if a save failed.
+        A rollback may go to the best checkpoints and to the checkpoints at multiples of `every`. Checkpoints that a
+        signal made are left out, because a run without the signal would not have these checkpoints.
+        Raises: UserError, if a save failed.
         """
         self.wait()
         steps, interval = self._manager.all_steps(), self._settings.every
@@ -270,7 +271,9 @@ class Checkpoints:
         self._remove_steps([step for step in steps if step not in self._steps_to_keep(steps)])
 
     def tidy_bucket(self) -> None:
-        """Deletes checkpoints that need not be kept from a bucket, where a killed run may have deleted a part of one.
+        """Deletes, as `tidy`, the checkpoints that need not be kept, if the run is in a bucket; else does nothing.
+
+        In a bucket, a run that was killed while it deleted a checkpoint leaves some of its files.
 
         Raises: UserError, if a save failed.
         """
@@ -280,7 +283,8 @@ class Checkpoints:
     def _remove_steps(self, steps: Iterable[int]) -> None:
         for step in steps:
             if self._in_bucket and distributed.first():
-                # This file goes first, because a checkpoint without it does not count. Orbax deletes in any order.
+                # The file COMMITTED is deleted first, because a checkpoint without it does not count. Orbax deletes the
+                # other files in any order.
                 (self._folder / str(step) / COMMITTED).unlink(missing_ok=True)
             self._manager.delete(step)
         self._start_removal()
@@ -297,14 +301,14 @@ class Checkpoints:
         shapes = {MODELS: jax.tree.map(ocp.utils.to_shape_dtype_struct, models)}
         # Batches that were sampled ahead keep their saved shapes, and are placed on this run's devices.
         with reading(self._manager, step):
-            stored = self._manager.item_metadata(step)
-        if stored.get(SAMPLES):
+            saved_shapes = self._manager.item_metadata(step)
+        if saved_shapes.get(SAMPLES):
             batch_sharding = NamedSharding(self._mesh, BATCH)
 
             def place_batch(x: Any) -> jax.ShapeDtypeStruct:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding)
 
-            shapes[SAMPLES] = jax.tree.map(place_batch, stored[SAMPLES].tree)
+            shapes[SAMPLES] = jax.tree.map(place_batch, saved_shapes[SAMPLES].tree)
         arrays = read(self._manager, step, {name: ocp.args.StandardRestore(x) for name, x in shapes.items()})
         for name, restored in arrays.items():
             check_unchanged(self._manager, step, restored, notes["checksums"][name])
@@ -374,7 +378,7 @@ def _committed_after(check_lock: Callable[[], None]) -> type[atomicity.CommitFil
 def best_steps(steps: Iterable[int], accuracies: Mapping[int, float], count: int) -> list[int]:
     """Returns the `count` steps with the highest accuracies, the best first.
 
-    Of equal accuracies the older comes first.
+    Of two steps with equal accuracies the older one comes first.
     """
     return sorted((step for step in steps if step in accuracies), key=lambda step: (-accuracies[step], step))[:count]
 

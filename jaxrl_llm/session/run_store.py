@@ -116,10 +116,12 @@ class RunBucket(RunFolder):
 
     @contextmanager
     def naming_workdir(self) -> Iterator[None]:
+        """Replaces the local folder in the message of a UserError by the address that the user named."""
         try:
             yield
         except UserError as error:
-            raise UserError(str(error).replace(str(self.folder), self.name)) from None
+            message = str(error).replace(str(self.folder), self.name)
+            raise UserError(message) from None
 
     def _clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

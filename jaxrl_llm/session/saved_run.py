@@ -98,7 +98,7 @@ class SavedRun:
         restored = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
         if make_shardings:
             restore_args = jax.tree.map(
-                lambda x, at: ocp.ArrayRestoreArgs(sharding=at, dtype=x.dtype), shapes, make_shardings(shapes)
+                lambda x, place: ocp.ArrayRestoreArgs(sharding=place, dtype=x.dtype), shapes, make_shardings(shapes)
             )
         else:
             restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
@@ -145,7 +145,7 @@ class SavedRun:
 
     @property
     def family(self) -> str:
-        """The user's function that reads the model's config.json; "" if this package reads the file."""
+        """Name of the user's function that reads the model's config.json; "" if this package reads the file."""
         return self.config["model"].get("family", "")
 
     @property
@@ -158,9 +158,9 @@ class SavedRun:
         values = self.config
         return values.get(name)
 
-    def section(self, record: type[T], name: str) -> T:
+    def section(self, record_class: type[T], name: str) -> T:
         """Returns a section of the run's config as a record. Fields that the record lacks are ignored."""
-        return records.read(record, self.config[name])
+        return records.read(record_class, self.config[name])
 
     @property
     def steps(self) -> list[int]:

@@ -99,7 +99,7 @@ class StopSignals(Stop):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stops signals from ending the run. Does not return if a signal is already ending it."""
         if not self._is_deferring:
@@ -203,14 +203,15 @@ class SaveOnInterrupt(Stop):
     def __init__(self, signals: bool):
         super().__init__()
         self._numbers = tuple(NAMES) if signals else ()
-        self._is_state_complete, self._pending = True, 0
+        self._is_state_complete = True
+        self._pending = 0  # number of a signal that came in a block of `deferred`, 0 = none
 
     def __enter__(self) -> SaveOnInterrupt:
         self._previous_handlers = _set_handlers(self._numbers, self._raise)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Saves a run that is left early with a complete state. After a UserError nothing is saved."""
         try:

@@ -42,13 +42,15 @@ WOULD = re.compile(r"(?i)\b(?:if|unless|otherwise|in that case)\b|^\W*(?:had|wer
 CONDITION = re.compile(r"[)\]\"'”]*,? (?:only )?(?:if|unless|assuming|provided)\b")
 QUESTION = re.compile(r"[)\]\"'”]*\?")
 MAX_MATCHES = 100  # last matches of a form that are examined, so that the time is linear
+# Characters before and after a letter in which other letters and hypothetical words are searched.
+BETWEEN_LETTERS, WORDS_BEFORE, WORDS_AFTER = 10, 120, 60
 BEGINNING = re.compile(rf"{LETTER}[)\]]*[.):,]")
 LINES = re.compile(r"^[ \t*(]*([A-Z])[.):]", re.MULTILINE)
 BRACKETS = re.compile(r"\(([A-Z])\)")
 # Another letter before or after the chosen one, as in "A or B", "A, B" and "A/B", but not in "B, A is wrong".
 LETTER_BEFORE = re.compile(r"(?<![\w'’])[A-Z]\)?(?:,? (?:or|and|nor) |, | ?/ ?)\(?$")
 LETTER_AFTER = re.compile(rf"[)\]\"'”.]*(?: ?[,;/|&] ?(?:(?:and|or) )?| (?:and|or) )\(?[A-Z](?![\w'’]){DENIED}")
-# The content of a box or a tag may be B, (B), b), Option B, B. 5 or B the sun, but not several letters.
+# The content of a box or a tag may be "B", "(B)", "b)", "Option B", "B. 5" or "B the sun", but not several letters.
 SEVERAL = re.compile(r"\W*[A-Z]\b(?:\W+(?:(?:and|or) )?[A-Z]\b)+\W*")
 CONTENT = re.compile(rf"{FILLED}(?:{LETTER}|\(?([a-z])(?:[).:]|$))")
 
@@ -87,9 +89,9 @@ def _chosen(text: str) -> str:
     # The first letter of a text that lists several options line by line is no choice.
     if beginning and len(set(LINES.findall(text))) < 2:
         return beginning[1]
-    supposed = _stated(plain, FORMS, supposed=True)
-    if supposed is not None:
-        return supposed
+    hypothetical_letter = _stated(plain, FORMS, supposed=True)
+    if hypothetical_letter is not None:
+        return hypothetical_letter
     brackets = BRACKETS.findall(plain)
     return brackets[-1] if brackets else ""
 
@@ -118,18 +120,19 @@ def _stated(plain: str, forms: list[re.Pattern[str]], *, supposed: bool = False)
                 (match for match in reversed(matches) if not CONDITION.match(plain, match.end(1))), matches[-1]
             )
             start, end = chosen.span(1)
-            second_letter = LETTER_BEFORE.search(plain, max(start - 10, 0), start) or LETTER_AFTER.match(plain, end)
-            return "" if second_letter else chosen[1]
+            letter_before = LETTER_BEFORE.search(plain, max(start - BETWEEN_LETTERS, 0), start)
+            has_second_letter = letter_before or LETTER_AFTER.match(plain, end)
+            return "" if has_second_letter else chosen[1]
     return None
 
 
 def _is_supposed(plain: str, match: re.Match[str]) -> bool:
     """Returns whether a letter is hypothetical, as in "the answer would be C if …" and "is the answer C?"."""
-    text_before = plain[max(match.start() - 120, 0) : match.start()]
+    text_before = plain[max(match.start() - WORDS_BEFORE, 0) : match.start()]
     text_before = text_before[max(text_before.rfind(mark) for mark in (". ", "! ", "? ")) + 1 :]
     if QUESTION.match(plain, match.end(1)) or HYPOTHETICAL.search(text_before):
         return True
-    text_after = re.split(r"[.!?]", plain[match.end(1) : match.end(1) + 60])[0]
+    text_after = re.split(r"[.!?]", plain[match.end(1) : match.end(1) + WORDS_AFTER])[0]
     return "would be" in match[0] and bool(WOULD.search(text_before) or WOULD.search(text_after))
 
 

@@ -39,7 +39,8 @@ from typing import *
 # A block may have more text after its language, such as a title. Lines of Windows end with \r\n.
 BLOCK = re.compile(r"```[ \t]*(?:python|py)3?(?:[ \t][^\n`]*)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
-_warned_metrics: set[str] = set()  # metrics of tests without a verdict for which this process has printed a warning
+# This process has printed a warning for these metrics, which count tests without a verdict.
+_warned_metrics: set[str] = set()
 
 
 @checked_by(lambda **_: sandbox.require_sandbox())
@@ -64,8 +65,8 @@ def accuracy(
     (MBPP), one such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of
     arguments and results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
     The result is None if the row has no tests, as in a mixture of tasks; if its tests are no Python, or have no
-    assertion that runs; or if a test does something that no program could pass in this sandbox, for example compares
-    two objects that it has built. A warning on stderr shows the first such test of each kind.
+    assertion that runs; or if no program could pass a test in this sandbox, for example a test that compares two
+    objects that it has built. A warning on stderr shows the first such test of each kind.
     seconds: CPU time of a test by input and output, or of all tests in Python; memory: MiB of a program; tolerance:
     relative tolerance of expected floats, of which a thousandth is the absolute one. Integers and assert statements
     have no tolerance.
@@ -78,7 +79,8 @@ def accuracy(
     tests_in_columns = [{k: v[i] for k, v in test_columns.items() if v} for i in range(len(completions))]
     programs = [_program(c) for c in completions]
     empty_column = [None] * len(completions)
-    rows = [tests_of(*row) for row in zip(tests or empty_column, answer or empty_column, tests_in_columns, strict=True)]
+    columns_of_rows = zip(tests or empty_column, answer or empty_column, tests_in_columns, strict=True)
+    rows = [tests_of(*row) for row in columns_of_rows]
     cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
     if faults:
         _warn(f"{faults[0]}; correct such tests, or make them with data.convert", "broken_tests")
@@ -102,8 +104,9 @@ def accuracy(
     unjudged = [next((test for test, verdict in row if verdict.reason == UNJUDGED), None) for row in pairs_of_rows]
     log_metric(UNJUDGED, 1 - unjudged.count(None) / len(unjudged))
     if any(unjudged):
+        first_unjudged = next(filter(None, unjudged))
         _warn(
-            f"the test {shown(str(next(filter(None, unjudged))))} extends, compares or calculates with objects of the "
+            f"the test {shown(str(first_unjudged))} extends, compares or calculates with objects of the "
             "program, or passes it an object of a class of its own, which the sandbox does not support; compare fields "
             "of objects instead",
             UNJUDGED,

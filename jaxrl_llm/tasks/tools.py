@@ -82,7 +82,10 @@ def answer_calls(text: str, functions: Mapping[str, Callable[..., Any]]) -> Repl
 
 
 def _answer(call: str, functions: Mapping[str, Callable[..., Any]], metrics: dict[str, float]) -> str:
-    """Returns the result of a call, or its error, as text for the policy. Counts errors in `metrics`."""
+    """Returns the result of a call, or its error, as text for the policy. Counts errors in `metrics`.
+
+    call: the JSON text between the tags.
+    """
     try:
         request = json.loads(call)
         function, arguments = functions[request["name"]], request.get("arguments", {})

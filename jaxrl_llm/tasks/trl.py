@@ -38,18 +38,18 @@ class Environments:
         names = factory if isinstance(factory, dict) else {"": factory}
         if not names or not all(isinstance(name, str) and name for name in names.values()):
             raise UserError(
-                f"config.env.factory = {factory!r} must be my.module.Class, or name such a class for each value of the "
-                f"column {COLUMN!r}"
+                f"config.env.factory = {factory!r} must be a class such as 'my.module.Class', or for rows with a "
+                f"column {COLUMN!r} a dict with a class for each of its values: {{'VALUE': 'my.module.Class', ...}}"
             )
-        self._one = not isinstance(factory, dict)
+        self._has_one_class = not isinstance(factory, dict)
         self._kinds = {key: _kind(resolve(name, FACTORIES, "config.env.factory"), name) for key, name in names.items()}
         # The rows name the tools of several environments, because the prompt shows only the tools of its own.
-        self.schemas = self._kinds[""][1] if self._one else []
+        self.schemas = self._kinds[""][1] if self._has_one_class else []
         self._factory, self._object, self._failure = None, None, ""
 
     def prepare_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """Returns a row whose last message ends with what `reset` returns, and whose tools are its environment's."""
-        if not self._one and row.get("tools") is not None:
+        if not self._has_one_class and row.get("tools") is not None:
             raise UserError(
                 "config.env.factory: rows have a column 'tools' with other functions, which the environment cannot "
                 "call; remove this column"
@@ -58,10 +58,10 @@ class Environments:
         environment = _take(factory)
         text = environment.reset(**self._columns(row))
         _idle[factory].append(environment)
-        return append_text(row | ({} if self._one else {"tools": schemas}), text)
+        return append_text(row | ({} if self._has_one_class else {"tools": schemas}), text)
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Starts the episode of a prepared row. An error costs the episode, which its first turn then ends."""
+        """Starts the episode of a prepared row. After an error, the first turn ends the episode."""
         self._factory, _ = self._kind_of(row)
         try:
             self._object = _take(self._factory)
@@ -94,7 +94,7 @@ class Environments:
         return {"reward": float(reward), "unscored": 0.0}
 
     def _kind_of(self, row: dict[str, Any]) -> tuple[Callable[[], Any], list[dict[str, Any]]]:
-        value = "" if self._one else row.get(COLUMN)
+        value = "" if self._has_one_class else row.get(COLUMN)
         if value not in self._kinds:
             raise UserError(
                 f"config.env.factory has environments for {', '.join(map(repr, self._kinds))}, but a row has "
@@ -103,8 +103,8 @@ class Environments:
         return self._kinds[value]
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns the columns of a row as its source has them; TRL leaves out the column that chooses."""
-        added = {PREFILL, TEXT_COLUMN} | (set() if self._one else {COLUMN, "tools"})
+        """Returns the columns of a row as its source has them, but without `environment`, which TRL leaves out too."""
+        added = {PREFILL, TEXT_COLUMN} | (set() if self._has_one_class else {COLUMN, "tools"})
         columns = {name: value for name, value in row.items() if name not in added}
         return columns | {"prompt": prompt_without_text(row)}
 

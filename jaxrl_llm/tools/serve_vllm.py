@@ -33,8 +33,8 @@ from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, UNIX, check_python, client, is_private
 
 ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # arguments of this command that vLLM must not get
-# These arguments make a server sample with the settings of a request, not with those of generation_config.json, and
-# its log-probabilities are those of the sampled distribution, after temperature and top-p.
+# With these arguments, a server ignores generation_config.json and samples with the settings of each request. The
+# log-probabilities are those of the sampled distribution, after temperature and top-p.
 FIXED = (
     "--served-model-name",
     "policy",
@@ -58,7 +58,7 @@ ENVIRONMENT = dict(
 CPU_ENVIRONMENT = dict(
     VLLM_CPU_KVCACHE_SPACE="1",  # GiB; the default is a share of all memory
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may use the same cores
-    # This cache saves 15 s of compiling at each start.
+    # Without a folder that stays, vLLM would compile for 15 s at each start.
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),
 )
 # Names of vLLM's files in shared memory. The trainer's weight file, which may be there too, has another name.
@@ -142,7 +142,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # A session of its own makes vLLM a process group that `end` can end, and Ctrl-C reaches only this program.
+        # In a new session, vLLM is a process group that `end` can end, and Ctrl-C reaches only this program.
         start_new_session=True,
     )
 

@@ -307,7 +307,7 @@ def test_kept_token_ids_know_the_arguments_of_rows(tokenizer, tmp_path, monkeypa
     "./lab/set": False, "arithmetic.train": False, "lab/rows.xlsx": False, "a/b/c": False,
 }.items())  # fmt: skip
 def test_a_source_is_a_data_set_of_the_hub(source, one):
-    assert hub.names_one(source) == one
+    assert hub.is_hub_source(source) == one
     assert not (one and is_task(source))
 
 

@@ -12,6 +12,7 @@ from test_steps import SHORT, numbers, tiny
 
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.names import USER_FUNCTIONS
+from jaxrl_llm.tools import replay
 from jaxrl_llm.train import steps
 
 pytestmark = [pytest.mark.needs("fastapi", "uvicorn", "openai"), pytest.mark.slow]
@@ -52,6 +53,8 @@ def test_a_run_with_agents_resumes_with_the_numbers_of_one_without_a_stop(tmp_pa
         (resumed,), (expected,) = numbers(list(steps(config, tmp_path / f"run {lag}")))[-1:], numbers(whole[-1:])
         # The times of requests decide which programs compute them, so log-probabilities may differ in their last bits.
         assert resumed == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    replayed = replay.step(tmp_path / "whole 0", 3, with_gradient=False)
+    assert replayed.differences == {} and not replayed.exact
 
 
 def thinking(endpoint: Any, row: dict[str, Any]) -> dict[str, float]:

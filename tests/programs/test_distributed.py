@@ -25,10 +25,12 @@ from tiny import SMALL
 
 from jaxrl_llm import train
 from jaxrl_llm.config.load import load, override, parse_arguments
+from jaxrl_llm.config.names import resolve
 from jaxrl_llm.machine import distributed, meshes
 from jaxrl_llm.machine.distributed import joining
 from jaxrl_llm.rollout.vllm import engine
 from jaxrl_llm.session.checkpoint import Checkpoints
+from jaxrl_llm.tasks import SOURCES
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "jaxrl_llm/assets"
@@ -42,10 +44,11 @@ NO_EVALUATION = ("eval=none", "checkpoint.keep_best=0")
 FEW_PROGRAMS = (*NO_EVALUATION, "kl=none", "epochs=1", "prompts_per_update=8")
 CONFIGS = {
     "grpo": ("epochs=2",),
-    "ppo": ("group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.adaptive.target=0.01"),
-    "search_grpo": ("group_size=2", "rollout.max_completion_tokens=128", f"model.path={ASSETS}/encyclopedia"),
-}
-PAIRS = [(a, b) for a in range(4) for b in range(4)]
+    "search_ppo": (
+        "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.adaptive.target=0.01", "group_size=2",
+        "rollout.max_completion_tokens=128", f"model.path={ASSETS}/encyclopedia",
+    ),
+}  # fmt: skip
 DEVICES = 4  # of all processes together
 
 
@@ -137,26 +140,15 @@ def run_alone(config: str, workdir: Path, *fields: str, mesh: tuple[int, int, in
     return workdir
 
 
-CURRICULUM = (
-    "engine.devices=2", "rollout.resample_rounds=1", "group_size=2", "data.curriculum.skip=0.9", "eval=none",
-    "num_steps=6", IN_PROCESS,
-)  # fmt: skip
-
-
 @pytest.mark.slow
-def test_two_processes_with_episodes_have_the_numbers_of_one(tmp_path):
-    run(2, "search_grpo", tmp_path / "two", IN_PROCESS)
-    check_same(tmp_path / "two", run_alone("search_grpo", tmp_path / "one"))
-
-
-@pytest.mark.slow
-def test_two_processes_that_sample_on_own_devices_have_the_numbers_of_one(tmp_path):
-    """With a critic and a coefficient that adapts, which are of both processes too."""
-    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in PAIRS]
+def test_two_processes_with_own_devices_to_sample_have_the_numbers_of_one(tmp_path):
+    """In episodes, with a critic and a coefficient that adapts, which are of both processes too."""
+    rows = resolve(load("search_ppo").data.source, SOURCES)()[:16]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = (*CURRICULUM, f"data.source={tmp_path}/rows.jsonl")
-    run(2, "ppo", tmp_path / "two", *fields)
-    check_same(tmp_path / "two", run_alone("ppo", tmp_path / "one", *fields))
+    fields = (f"data.source={tmp_path}/rows.jsonl", "data.curriculum.skip=0.9", "rollout.resample_rounds=1")
+    fields += ("engine.devices=2", "eval=none", "checkpoint.keep_best=0", "num_steps=4", IN_PROCESS)
+    run(2, "search_ppo", tmp_path / "two", *fields)
+    check_same(tmp_path / "two", run_alone("search_ppo", tmp_path / "one", *fields))
     assert "on the last 1 devices of each process" in (tmp_path / "two.0.out").read_text()
     assert sum(record["curriculum/passed_over"] for record in records(tmp_path / "two")) > 0
     assert not (tmp_path / "two" / "lock").exists()

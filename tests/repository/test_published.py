@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import cache, partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
 import pytest
 from conftest import QUICK
+from ml_collections import ConfigDict
 from tiny import SMALL
 
 from benchmarks.real import tasks
-from benchmarks.speed import accelerator
+from benchmarks.speed import accelerator, ours
 from benchmarks.speed.step import environment
 from benchmarks.speed.workloads import WORKLOADS
 from jaxrl_llm import train
@@ -134,6 +139,7 @@ def test_every_command_that_is_shown_is_one_that_its_program_accepts():
 TINY = {
     "num_steps": 2, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2,
     "eval.problems": 8, "mesh.fsdp": 1, "health.self_test": False, "model.path": str(SMALL),
+    "reward.timeout": 0.0,  # the functions run in this process, and not in one that imports for two seconds
 }  # fmt: skip
 FLAGS = tuple(f"--config.{name}={value}" for name, value in TINY.items())
 
@@ -161,17 +167,24 @@ def small_study(name: str, patch: pytest.MonkeyPatch, module: Any, folder: Path)
     """Of a benchmark of stability: two steps of one of its studies."""
     changes = dict(common=TINY | {"eval.every": 2}, columns=(("end", module.at(2), ".1%"),))
     changes |= dict(seeds=(0,)) if name == "curve" else dict(config=ROOT / "configs" / "grpo.py", starts_from=None)
+    changes |= dict(conditions=dict(list(module.STUDIES[name].conditions.items())[:2]))
     patch.setattr(module, "STUDIES", {name: replace(module.STUDIES[name], **changes)})
     (folder / "page.md").write_text(module.PAGE.read_text())
     patch.setattr(module, "PAGE", folder / "page.md")
     return ["--runs", str(folder), "--only", name]
 
 
+def small_step(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(ours, "SIDE", 64)
+    return ["--workloads", "tiny", "--trainers", "ours", "--steps", "1", "--out", str(folder / "step.json")]
+
+
 def small_scaling(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    tiny = replace(WORKLOADS["tiny"], prompts=8)  # two micro-batches need so many
+    tiny = replace(WORKLOADS["tiny"], prompts=8, prompt_tokens=64)  # two micro-batches need so many prompts
     patch.setattr(module, "DOUBLED", {"base": tiny})
-    patch.setattr(module, "GROUP", replace(tiny, group=4))
+    patch.setattr(module, "GROUP", tiny)  # its shorter run is that of the base
     patch.setattr(module, "FLAT", replace(tiny, prompts=32, group=1))
+    patch.setattr(module, "medians", cache(module.medians))
     return ["--steps", "1"]
 
 
@@ -201,16 +214,33 @@ def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str
     hf_export.save(folder / "model", model.init(jax.random.key(0)), folder / "bare")
     changes = TINY | {"microbatch": 4, "model.path": folder / "model", "rollout.max_completion_tokens": 4}
     changes |= {"data.max_prompt_tokens": 128, "eval.every": 2}  # 128: of a tokenizer of single bytes
+    start_process = module.measured
+
+    def measured(command: list[str], log: Path, cache: Path | str = "") -> tuple[float, float]:
+        if command[0] != sys.executable:
+            return start_process(command, log, cache)
+        began = time.perf_counter()
+        log.write_text(str(subprocess.run(command, check=True).stdout))
+        return time.perf_counter() - began, 1.0
+
+    patch.setattr(module, "measured", measured)
     return ["--quick", "--out", str(folder), *(f"--config.{name}={value}" for name, value in changes.items())]
 
 
 def small_kinds(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
     patch.setattr(module, "DOC", Path(shutil.copy(module.DOC, folder)))
     patch.setattr(module, "KINDS", dict(list(module.KINDS.items())[:2]))
+    patch.setattr(module, "get_context", lambda _: SimpleNamespace(Pool=partial(ThreadPool, 1)))  # no imports
     return ["--seeds", "1"]
 
 
-SIZES = {"num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}
+def with_fields(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+SHORT = {"group_size": 2, "mesh.fsdp": 1, "health.self_test": False, "reward.timeout": 0.0}
+SIZES = {"num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4} | SHORT
 # Names of a module, and their values instead, or what makes one of the value. FOLDER: that of the test.
 PATCHES: dict[str, dict[str, Any]] = {
     "health.algorithms": {
@@ -223,11 +253,15 @@ PATCHES: dict[str, dict[str, Any]] = {
         ),
         **dict(B=2, G=2, P=8, C=100, TURN_TOKENS=4, OBSERVATION=10),
     },
-    "scale.hosts": {"COUNTS": (2, 3), "LENGTHS": {}},
-    "scale.lora_memory": {"WORKLOADS": {"even": WORKLOADS["tiny"]}, "CASES": lambda cases: cases[:1]},
+    "scale.hosts": {"COUNTS": (1, 2), "LENGTHS": {}},
+    "scale.lora_memory": {
+        **dict(WORKLOADS={"even": WORKLOADS["tiny"]}, CASES=lambda cases: cases[:1]),
+        "RUNS": lambda runs: {name: runs[name] for name in ("grpo", "lora, int8")},
+    },
     "speed.limits": {
         "CONFIG": lambda config: replace(config, layers=1, width=32, heads=2, kv_heads=1, mlp_width=8, vocab_size=64),
-        **dict(GROUPS=2, GROUP_SIZE=2),
+        **dict(GROUPS=2, GROUP_SIZE=2, LONG=32),
+        "load": lambda load: lambda file: with_fields(load(ROOT / file), SHORT),
     },
     "speed.picture_layout": {"MODELS": {"small": ((32, 1, 2, 1, 8), (1, 16, 2, 8), 64)}, "GRID": (8, 8)},
     "health.rescue": {
@@ -235,6 +269,7 @@ PATCHES: dict[str, dict[str, Any]] = {
         "COMMON": lambda common: common | TINY | {"eval.every": 2},
         "FAULTS": lambda faults: {"wrong push": faults["wrong push"]},
     },
+    "speed.replayed_steps": {"SMALL": lambda small: small | {"prompts_per_step": 4, "prompts_per_update": 4} | SHORT},
     "scale.sampler_devices": {"SETTINGS": lambda settings: settings | SIZES, "WARM": 1},
 }
 Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
@@ -265,12 +300,50 @@ SMALLEST: dict[
     "scale.sampler_devices": [],
     "speed.scaling": small_scaling,
     "health.stability": partial(small_study, "curve"),
-    "speed.step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1", "--out", "FOLDER/step.json"],
+    "speed.step": small_step,
     "speed.limits": ["--times", "1", "--far", "128", "--steps", "1"],
     "speed.partial": ["--batch", "8", "--group-size", "2", "--limit", "64", "--mean", "20", "--steps", "5"],
     "speed.tokenizing": ["--rows", "50"],
     "speed.drafts": ["--calls", "1", "--tokens", "4", "--drafts", "1"],
 }
+
+
+# These benchmarks start processes for numbers such as a peak of memory, which nobody reads here. A process imports for
+# two CPU seconds and traces all its programs again, so their commands run in this process.
+IN_THIS_PROCESS = (
+    "speed.accelerator", "health.algorithms", "speed.limits", "real.__main__", "health.rolled_pictures", "speed.step",
+    "speed.tokenizing",
+)  # fmt: skip
+
+
+def run_commands_here(patch: pytest.MonkeyPatch) -> None:
+    """Lets `subprocess.run` run a command of this Python in this process: `-m MODULE`, `-c TEXT` or a script."""
+    start_process = subprocess.run
+
+    def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[str]:
+        python, *words = map(str, command)
+        if python != sys.executable:
+            return start_process(command, **options)
+        printed, code = io.StringIO(), 0
+        with redirect_stdout(printed), pytest.MonkeyPatch.context() as scope:
+            if words[0] == "-c":
+                exec(words[1], {})
+                return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+            for name, value in options.get("env", {}).items():
+                scope.setenv(name, str(value))
+            module, *arguments = words[words[0] == "-m" :]
+            script = Path(module).with_suffix("")
+            scope.setattr(sys, "argv", [module, *arguments])
+            try:
+                name = ".".join(script.relative_to(ROOT).parts) if script.is_absolute() else module
+                importlib.import_module(name).main()
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+        if code and options.get("check"):
+            raise subprocess.CalledProcessError(code, command, printed.getvalue())
+        return subprocess.CompletedProcess(command, code, printed.getvalue(), "")
+
+    patch.setattr(subprocess, "run", run)
 
 
 def run_smallest(name: str, small: Small, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -284,6 +357,8 @@ def run_smallest(name: str, small: Small, folder: Path, patch: pytest.MonkeyPatc
         patch.setattr(module, constant, value)
     arguments = small(patch, module, folder) if callable(small) else [x.replace("FOLDER", str(folder)) for x in small]
     patch.setattr(sys, "argv", [name, *arguments])
+    if name in IN_THIS_PROCESS:
+        run_commands_here(patch)
     module.main()
 
 

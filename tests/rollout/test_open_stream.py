@@ -86,7 +86,7 @@ def run(arrivals: Script):
     stream = sampler().open_stream(arrivals, jax.random.key(KEY), rows=ROWS, prompt_width=tiny.P, sampling=Sampling())
     stream.run()
     assert stream.running == {} and sorted(stream._free_rows) == list(range(ROWS))
-    assert all(not s.holders and not s.waiting and len(s._free_pages) == ROWS for s in stream.schedulers)
+    assert all(not s.page_holders and not s.waiting and len(s._free_pages) == ROWS for s in stream.schedulers)
     return stream
 
 

@@ -37,20 +37,20 @@ def run(seed: int) -> int:
         while pending and (scheduler := least_loaded(schedulers)):
             scheduler.add(pending.popleft())
         for scheduler in schedulers:
-            oldest = list(scheduler.holders)[:1]
+            oldest = list(scheduler.page_holders)[:1]
             new = scheduler.schedule(goal)
-            assert list(scheduler.holders)[:1] == oldest or not oldest  # it always goes on
+            assert list(scheduler.page_holders)[:1] == oldest or not oldest  # it always goes on
             assert not begun.intersection(new)  # a prompt is computed once
             begun.update(new)
-            pages = [page for member in scheduler.holders for page in member.pages]
+            pages = [page for member in scheduler.page_holders for page in member.pages]
             assert len(set(pages)) == len(pages)
             assert sorted([*pages, *scheduler._free_pages]) == list(range(sizes.pages))
-            places = [one.place for one in {member.group for member in scheduler.holders}]
+            places = [one.cache_place for one in {member.group for member in scheduler.page_holders}]
             assert len(set(places)) == len(places) and min(places, default=0) >= 0
-            assert len(scheduler.holders) <= sizes.sequences
-            for order in (scheduler.holders, scheduler.waiting):
+            assert len(scheduler.page_holders) <= sizes.sequences
+            for order in (scheduler.page_holders, scheduler.waiting):
                 assert [member.number for member in order] == sorted(member.number for member in order)
-            for member in list(scheduler.holders):
+            for member in list(scheduler.page_holders):
                 assert len(member.pages) * sizes.page >= goal(member)
                 if paused[member]:
                     paused[member] = rng.random() < 0.7
@@ -72,9 +72,9 @@ def test_a_group_whose_sequences_end_at_once_gives_its_place_to_the_next_one():
     first, second = PromptGroup.with_members(0, 3), PromptGroup.with_members(1, 3)
     scheduler.add(first)
     assert scheduler.schedule(lambda member: 10) == [first]
-    for member in [*scheduler.holders, *scheduler.waiting]:
+    for member in [*scheduler.page_holders, *scheduler.waiting]:
         scheduler.retire(member)
-    assert scheduler.can_admit_group and first.place == -1
+    assert scheduler.can_admit_group and first.cache_place == -1
     scheduler.add(second)
     assert scheduler.schedule(lambda member: 10) == [second]
 

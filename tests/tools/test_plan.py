@@ -308,9 +308,9 @@ def counted(monkeypatch):
     usage, prefill, decode = defaultdict(Usage), compiled.CallPrograms.prefill, compiled.CallPrograms.decode
 
     def prefilled(self, cache, prompts):
-        begun = usage[compiled.prompts_name(prompts.place.shape[1], self.sizes, first=cache is None)]
+        begun = usage[compiled.prompts_name(prompts.cache_place.shape[1], self.sizes, first=cache is None)]
         begun.calls += 1
-        begun.tokens += self.sizes.group_size * int((np.asarray(prompts.place) < self.sizes.prompts).sum())
+        begun.tokens += self.sizes.group_size * int((np.asarray(prompts.cache_place) < self.sizes.prompts).sum())
         return prefill(self, cache, prompts)
 
     def decoded(self, cache, rows, below):

@@ -282,6 +282,8 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what d
         "grpo", {"rollout.max_lag": 1, "rollout.partial": 4, "mesh.data": 4, "mesh.tensor": 2, **MODEL},
     ),
 }  # fmt: skip
+# The updates of a what-if are those of the run, so a kind on one device and one on a mesh show what it adds.
+WITH_WHAT_IF = ("a critic and two epochs by minibatches", "a lag and partial rollouts on eight devices")
 
 
 @pytest.mark.slow
@@ -291,7 +293,7 @@ def test_steps_of_all_kinds_of_runs_are_made_again_bit_for_bit(kind, tmp_path):
     config = load(name)
     config.update_from_flattened_dict(SIZES | changes)
     list(steps(config, tmp_path / "run"))
-    own_value = {"kl.coef": f"{config.kl.coef}"} if config.kl else {"optim.clip_norm": f"{config.optim.clip_norm}"}
+    own_value = {"optim.clip_norm": f"{config.optim.clip_norm}"} if kind in WITH_WHAT_IF else {}
     record = replay.step(tmp_path / "run", config.num_steps, changes=own_value)
     assert (record.differences, record.exact) == ({}, True)
     assert token_mean(record, "entropy") == pytest.approx(record.logged["entropy"], abs=5e-6)
@@ -299,6 +301,8 @@ def test_steps_of_all_kinds_of_runs_are_made_again_bit_for_bit(kind, tmp_path):
     norm, cosine, updates = *record.gradient.values(), config.prompts_per_step // config.prompts_per_update
     if config.epochs == 1:  # the logged norm is the mean over the updates
         assert float((norm * cosine).sum()) / updates == pytest.approx(record.logged["grad_norm"], rel=1e-4)
+    if kind not in WITH_WHAT_IF:
+        return
     same = record.what_if
     assert same and same.own.metrics == same.other.metrics and same.own.kl_after == same.other.kl_after
     assert same.cosine == float(same.own.metrics["update_norm"] > 0)

@@ -429,7 +429,7 @@ def known_fields(*, pairs: bool) -> set[str]:
         if not pairs:
             c.entropy, c.kl.adaptive, c.kl.refresh = {"coef": 1.0, "adaptive": {}}, {}, {}
         table = records.table(SftRecipe if pairs else Recipe, c.to_dict())
-        known |= set(table.fields) | table.optional | set(flatten(c))
+        known |= set(table.fields) | table.optional_sections | set(flatten(c))
     return known
 
 

@@ -18,9 +18,8 @@ KNOWN_LOGS = (
     "use a work directory of jaxrl_llm, or a log of TRL, veRL, EasyR1, prime-rl or SkyRL: trainer_state.json, a "
     "TensorBoard folder, JSON lines, a CSV, a .wandb file or the console output"
 )
-OTHER_TRAINER_BOUNDS = {
-    "max_skipped": 3
-}  # bounds for logs of other trainers: this many gradients in a row that are not finite
+# Bounds for logs of other trainers. max_skipped: gradients in a row that are not finite.
+OTHER_TRAINER_BOUNDS = {"max_skipped": 3}
 
 
 def read_health_section(path: Path) -> dict[str, Any] | None:
@@ -44,7 +43,7 @@ def read(path: Path, *other_paths: Path) -> list[LogRecord]:
     """Returns the records of a run, from a work directory of jaxrl_llm or from files of another trainer.
 
     Several files are joined by step. Rollouts of another trainer are numbered from 1 in "step", because it may log only
-    some of its steps; "at" is the trainer's own number. Raises: UserError, if there is no log or it cannot be read.
+    some of its steps; "at" is the step in its log. Raises: UserError, if there is no log or it cannot be read.
     """
     if not other_paths and read_health_section(path) is not None and (path / METRICS).is_file():
         return _read_records(path / METRICS)

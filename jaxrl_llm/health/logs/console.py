@@ -11,9 +11,9 @@ from typing import Any
 COLOR = re.compile(r"\x1b\[[\d;]*m")
 RAY = re.compile(r"^\(\w+ pid=\d+(?:, ip=[\d.:]+)?\) ?")  # prefix of a Ray worker's lines
 WRAPPED = re.compile(r"(?:np\.\w+|tensor)\(([^(),]*)[^()]*\)")  # number printed by NumPy or torch, as np.float64(0.5)
-TRL = re.compile(r"\{'.*\}")
-VERL = re.compile(r"\bstep:(\d+) - (.*)")
-PRIME = re.compile(r"\bStep (\d+) \| (.*)")
+TRL = re.compile(r"\{'.*\}")  # a dict, as TRL prints its metrics
+VERL = re.compile(r"\bstep:(\d+) - (.*)")  # a line of veRL or SkyRL
+PRIME = re.compile(r"\bStep (\d+) \| (.*)")  # a line of prime-rl
 PRIME_NAMES = {
     "Reward": "reward/all/mean",
     "Entropy": "entropy/mean",
@@ -21,6 +21,7 @@ PRIME_NAMES = {
     "Grad. Norm": "optim/grad_norm",
     "LR": "optim/lr",
 }
+# EasyR1 prints a block of indented lines for each step.
 BLOCK = re.compile(r"Step (\d+)")
 FIELD = re.compile(r"( *)([^\s:][^:]*):(?: (\S+))?")
 
@@ -30,9 +31,9 @@ def rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
     Also prints a line with the number of skipped dicts, which look like TRL's records but are not.
     """
-    block = dict[str, Any]()
+    block = dict[str, Any]()  # metrics of EasyR1's current block; {} before the first block
     sections = list[tuple[int, str]]()  # EasyR1's open sections: (indentation, name), outermost first
-    lines, foreign = [*lines], 0
+    lines, skipped_dicts = [*lines], 0
     trl_has_epochs = any("'epoch':" in line for line in lines)
     for line in lines:
         text = WRAPPED.sub(r"\1", RAY.sub("", COLOR.sub("", line)))
@@ -42,7 +43,7 @@ def rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         elif row := _row(text):
             # A dict without an epoch is not from TRL, but printed by a reward function.
             if trl_has_epochs and TRL.search(text) and "epoch" not in row:
-                foreign += 1
+                skipped_dicts += 1
             else:
                 yield row
         elif block and (field := FIELD.fullmatch(text.rstrip())):
@@ -53,8 +54,10 @@ def rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             elif (number := _number(value)) is not None:
                 block["/".join([*(section for _, section in sections), name])] = number
     yield block
-    if foreign:
-        print(f"skipped {foreign:,} printed dicts without an epoch, which are not from the trainer", file=sys.stderr)
+    if skipped_dicts:
+        print(
+            f"skipped {skipped_dicts:,} printed dicts without an epoch, which are not from the trainer", file=sys.stderr
+        )
 
 
 def _row(text: str) -> dict[str, Any] | None:

@@ -32,16 +32,16 @@ def tool_down(history: History) -> Finding | None:
         for record in history.last_records
         if record.get("episode/errors") is not None and record.get("episode/turns")
     ][-3:]
-    call_counts = [max(_calls(record), CALLS_WHEN_DOWN) for record in last_records]
+    call_counts = [max(_calls_or_turns(record), CALLS_WHEN_DOWN) for record in last_records]
     empty_counts = [record.get("episode/empty") or 0.0 for record in last_records]
     failure_counts = [record["episode/errors"] for record in last_records]
-    # The factor allows for rounding, because the two sides are means of different counts.
+    # The factor below 1 allows for rounding, because the two sides are means of different counts.
     if not last_records or any(
         failures + empties < 0.999999 * calls
         for failures, empties, calls in zip(failure_counts, empty_counts, call_counts, strict=True)
     ):
         return None
-    # If both happen, the more frequent one is reported.
+    # If calls both fail and find nothing, the more frequent problem is reported.
     if sum(empty_counts) > sum(failure_counts):
         return Finding(
             "warning",
@@ -61,14 +61,14 @@ def tool_down(history: History) -> Finding | None:
     )
 
 
-def _calls(record: LogRecord) -> float:
-    """Returns the mean number of tool calls of an episode; of turns, if the environment does not count calls."""
+def _calls_or_turns(record: LogRecord) -> float:
+    """Returns the mean number of tool calls of an episode, or of its turns if the environment does not count calls."""
 
     def count(name: str) -> float:
         return record.get(f"episode/{name}") or 0.0
 
     # Invalid calls are subtracted, because they reach no tool.
-    calls = count("calls") and count("calls") - count("invalid")
+    calls = count("calls") - count("invalid") if count("calls") else 0.0
     return calls + count("searches") + count("programs") or record["episode/turns"]
 
 
@@ -78,7 +78,9 @@ def tool_errors(history: History) -> Finding | None:
     In a healthy run such errors are rare. Mistakes of the policy (`episode/own_errors`) do not count as errors.
     """
     errors, turns = history.recent_mean("episode/errors"), history.recent_mean("episode/turns")
-    if not (errors > TOOL_ERRORS * turns and history.strength_above(_too_many, 0.0) > 1):
+    # A strength above 1 means that noise alone does not explain the excess.
+    is_excess_certain = history.strength_above(_excess_errors, 0.0) > 1
+    if not (errors > TOOL_ERRORS * turns and is_excess_certain):
         return None
     return Finding(
         "warning",
@@ -90,7 +92,7 @@ def tool_errors(history: History) -> Finding | None:
     )
 
 
-def _too_many(record: LogRecord) -> float | None:
+def _excess_errors(record: LogRecord) -> float | None:
     """Returns the errors per turn of a step minus TOOL_ERRORS; None if the record lacks them."""
     errors, turns = record.get("episode/errors"), record.get("episode/turns")
     return None if errors is None or not turns else errors / turns - TOOL_ERRORS

@@ -60,8 +60,8 @@ class AgentEpisode:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the episode has no verdict because of its agent. An agent may fail because a limit has cut it."""
-        return bool(self.result.error) and (self.result.is_late or not self.session.was_cut)
+        """Whether the agent failed, so that the episode has no verdict. An error after a limit is no failure."""
+        return bool(self.result.error) and (self.result.is_late or not self.session.reached_limit)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the episode, also those of the agent's rewards."""
@@ -111,8 +111,8 @@ class AgentPool:
     ) -> tuple[Prompts, Rollouts]:
         """Runs the agents of a batch, and returns its rollouts with their prompts.
 
-        prompts: prompts of the data, whose rows the agents get. temperature: of all completions. report_ended(count):
-        is called with the number of newly ended episodes. Raises: the error of the engine.
+        prompts: prompts of the data, whose rows the agents get. temperature: temperature of all completions.
+        report_ended(count): is called with the number of newly ended episodes. Raises: the error of the engine.
         """
         self._start_server()
         episodes = self._open_episodes(prompts, group_size)
@@ -179,7 +179,7 @@ class AgentPool:
         ]
 
     def _run(self, episode: AgentEpisode, stopped: Event) -> None:
-        """Runs the agent of an episode in the session of the episode."""
+        """Runs the agent of an episode with a session of its own, and stores the result in the episode."""
         start, name = time.perf_counter(), self._service.open_session(episode.session)
         endpoint = AgentEndpoint(self._server.base_url(name), name, MODEL_NAME)
         try:
@@ -202,15 +202,15 @@ class AgentPool:
         """Returns the prompts and rollouts of a batch whose episodes have ended."""
         traces = [episode.session.trace for episode in episodes]
         trees = episode_trees(prompts, traces, group_size, self.completion_tokens, pad_id=self.tokenizer.pad_token_id)
-        was_cut = np.array([episode.session.was_cut or episode.result.is_late for episode in episodes])
-        lost_calls = trees.lost_calls
-        metrics = [episode.metrics() for episode in episodes]
-        names = sorted({*chain(*metrics)})
-        table = {name: np.array([x.get(name, np.nan) for x in metrics], np.float32) for name in names}
-        by_group = {name: values.reshape(-1, group_size) for name, values in table.items()}
-        truncated = was_cut.reshape(-1, group_size) | (lost_calls > 0)
-        episodes_measured = by_group | {"lost_calls": lost_calls.astype(np.float32)}
-        return trees.prompts, replace(trees.rollouts, truncated=truncated, episodes=episodes_measured)
+        reached_limit = np.array([episode.session.reached_limit or episode.result.is_late for episode in episodes])
+        metrics_by_episode = [episode.metrics() for episode in episodes]
+        names = sorted({*chain(*metrics_by_episode)})
+        columns = {name: np.array([x.get(name, np.nan) for x in metrics_by_episode], np.float32) for name in names}
+        episode_metrics = {name: values.reshape(-1, group_size) for name, values in columns.items()}
+        # Calls that have no place in the tree of their episode are lost, because no step learns from them.
+        episode_metrics["lost_calls"] = trees.lost_calls.astype(np.float32)
+        truncated = reached_limit.reshape(-1, group_size) | (trees.lost_calls > 0)
+        return trees.prompts, replace(trees.rollouts, truncated=truncated, episodes=episode_metrics)
 
     def _start_server(self) -> None:
         if self._server:

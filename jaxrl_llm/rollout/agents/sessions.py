@@ -30,7 +30,7 @@ class AgentSession(OpenSession):
     completion_tokens: int  # C
     max_calls: int
     calls: int = 0  # completions that have begun
-    was_cut: bool = False  # whether a limit of tokens or calls has cut it
+    reached_limit: bool = False  # whether a limit of tokens or calls ended it
     tree_tokens: int = 0  # tokens of the trace's tree
     common: np.ndarray | None = None  # beginning of all its prompts, at most P tokens
     texts: list[np.ndarray] = field(default_factory=list)  # tokens of each finished call
@@ -142,14 +142,14 @@ class AgentService(Service):
         copies = drawing.n or 1
         count = len(prompts) * copies
         if session.calls + count > session.max_calls:
-            session.was_cut = True
+            session.reached_limit = True
             raise RequestError(400, f"the episode has had its {session.max_calls} completions (config.env.calls)")
         max_tokens = []
         for prompt in prompts:
             self.check_ids(prompt)
             left = session.tokens_left(np.asarray(prompt, np.int32))
             if left < 1:
-                session.was_cut = True
+                session.reached_limit = True
                 raise RequestError(
                     400,
                     f"with this prompt of {len(prompt)} tokens the episode has no room for a completion: its limit is "
@@ -171,7 +171,7 @@ class AgentService(Service):
             return
         super().record(sequence, choice, session)
         session.finish(np.asarray(sequence.prompt, np.int32), choice.tokens)
-        session.was_cut |= choice.end == "length" and sequence.number in session.limited
+        session.reached_limit |= choice.end == "length" and sequence.number in session.limited
 
     def _check_distribution(self, drawing: Drawing) -> None:
         """Raises: RequestError, for a setting that would sample from another distribution than the run learns with."""

@@ -96,9 +96,10 @@ def make_attend(
     numerics: dict[str, Any] = dict(soft_cap=cfg.soft_cap, precision=cfg.precision)
 
     def on_device(
-        window: int, query: Array, new: KeyValue, layer: LayerCache, prompt_mask: Array, rows: tuple
+        window: int, query: Array, new: KeyValue, layer: LayerCache, prompt_mask: Array, row_arrays: tuple
     ) -> tuple[Array, LayerCache]:
-        query, new, layer, prompt_mask, (indices, page, places) = local_part((query, new, layer, prompt_mask, rows))
+        query, new, layer, prompt_mask, row_arrays = local_part((query, new, layer, prompt_mask, row_arrays))
+        indices, page, places = row_arrays
         pages = layer.pages
         offset, in_int8 = places % attention_mask.page, pages.key_scale is not None
         kernel = kernel_of(in_int8=in_int8) if one_token else None
@@ -128,14 +129,14 @@ def make_attend(
         attended = attended.astype(query.dtype)
         return add_device_axis((jnp.swapaxes(attended, 2, 3), layer))
 
-    heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
+    heads_spec, row_spec = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
 
     def attend_on_mesh(
         is_local: Array | bool, query: Array, new: KeyValue, layer: LayerCache
     ) -> tuple[Array, LayerCache]:
         # The window must be a static number, so it is bound here.
         on_layer = partial(on_device, attention_mask.window if is_local is True else 0)
-        run = on_devices(mesh, on_layer, (heads, heads, heads, rows, rows), heads)
+        run = on_devices(mesh, on_layer, (heads_spec, heads_spec, heads_spec, row_spec, row_spec), heads_spec)
         return run(query, new, layer, prompt_masks.select(is_local), (indices, page, places))
 
     return attend_on_mesh
@@ -146,11 +147,11 @@ def score_memory(model: Decoder, mesh: Mesh, pages: Pages, indices: CacheIndices
 
     Returns None if a kernel attends to the pages, or if no sequence has a second page: then scores need no memory.
     """
-    cfg, page, (d, rows, columns) = model.cfg, pages.keys.shape[-1], indices.page_table.shape
+    cfg, page_tokens, (d, sequences, columns) = model.cfg, pages.keys.shape[-1], indices.page_table.shape
     in_int8 = pages.key_scale is not None
-    if columns == 1 or _kernel(mesh.devices.flat[0], cfg, page, in_int8=in_int8) is not None:
+    if columns == 1 or _kernel(mesh.devices.flat[0], cfg, page_tokens, in_int8=in_int8) is not None:
         return None
-    shape = d, cfg.kv_heads, columns, rows, cfg.heads // cfg.kv_heads * page
+    shape = d, cfg.kv_heads, columns, sequences, cfg.heads // cfg.kv_heads * page_tokens
     return jax.lax.with_sharding_constraint(
         jnp.zeros(shape, jnp.float32), NamedSharding(mesh, sharding.heads_spec(cfg.kv_heads, mesh))
     )
@@ -162,13 +163,13 @@ def page_kind(mesh: Mesh, cfg: DecoderConfig, dtype: str = "") -> PageKind:
     heads = cfg.kv_heads // (1 if sharding.heads_spec(cfg.kv_heads, mesh)[1] is None else tensor)
     # Integers have one float32 scale for each token and head, which takes four bytes.
     head_bytes = cfg.head_dim + 4 if dtype else cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
-    tokens = LANES if device.platform == "tpu" else 0
+    page_tokens = LANES if device.platform == "tpu" else 0  # 0: `sizes_of` chooses the tokens of a page
     return PageKind(
         devices=sharding.prompt_shards(mesh),
         dtype=dtype,
         token_bytes=2 * cfg.layers * heads * head_bytes,
-        tokens=tokens,
-        has_kernel=_kernel(device, cfg, tokens or PAGE_TOKENS, in_int8=dtype == "int8") is not None,
+        tokens=page_tokens,
+        has_kernel=_kernel(device, cfg, page_tokens or PAGE_TOKENS, in_int8=dtype == "int8") is not None,
     )
 
 

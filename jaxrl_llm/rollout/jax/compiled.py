@@ -82,7 +82,13 @@ class Programs:
         def prompts(n: int) -> NewPrompts:
             images = Images.shapes((d, n), sizes.prompt_width, sizes.images) if sizes.images else None
             tokens, mask = ints(n, sizes.prompt_width), bools(n, sizes.prompt_width)
-            return NewPrompts(tokens=tokens, mask=mask, place=ints(n), number=ints(n), images=placed(images, self.rows))
+            return NewPrompts(
+                tokens=tokens,
+                mask=mask,
+                cache_place=ints(n),
+                completion_number=ints(n),
+                images=placed(images, self.rows),
+            )
 
         first_prompts, later_prompts = prompts(sizes.first_prefill_prompts), prompts(sizes.later_prefill_prompts)
         name = prompts_name(sizes.first_prefill_prompts, sizes, first=True)

@@ -19,19 +19,21 @@ from jaxrl_llm.structs import Images, Prompts
 class Draws(NamedTuple):
     """How the tokens of this process's completions are drawn."""
 
-    numbers: np.ndarray  # [N] number of each completion among those of all processes, for its random numbers
-    temperatures: np.ndarray | None = None  # [N] temperature of each completion; None = that of the programs
+    numbers: np.ndarray  # [N] number of each completion in all processes, which seeds its random numbers
+    temperatures: np.ndarray | None = None  # [N] temperature of each completion; None = the one of the programs
     starts: np.ndarray | None = None  # [N] length at which the random numbers of each completion begin; None = 0
 
     def temperature(self, completions: np.ndarray) -> np.ndarray | None:
-        """Returns the temperature of each completion, None if that of the programs holds. completions: their numbers in
-        this process.
+        """Returns the temperature of each completion, None for the temperature of the programs.
+
+        completions: indices of the completions in this process.
         """
         return None if self.temperatures is None else self.temperatures[completions]
 
     def start(self, completions: np.ndarray) -> np.ndarray | None:
-        """Returns the length at which the random numbers of each completion begin, None for 0. completions: their
-        numbers in this process.
+        """Returns the length at which the random numbers of each completion begin, None for 0.
+
+        completions: indices of the completions in this process.
         """
         return None if self.starts is None else self.starts[completions]
 
@@ -60,18 +62,19 @@ def new_prompts(
     """
     axes = len(new_groups), size
     tokens, mask = np.full((*axes, sizes.prompt_width), pad, np.int32), np.zeros((*axes, sizes.prompt_width), bool)
-    place, first_member = np.full(axes, sizes.prompts, np.int32), np.zeros(axes, np.int32)
+    no_place = sizes.prompts  # marks an empty row, because the places of the cache are 0 .. sizes.prompts - 1
+    cache_place, first_member = np.full(axes, no_place, np.int32), np.zeros(axes, np.int32)
     for d, n, group in enumerate_items(new_groups, first, size):
         tokens[d, n], mask[d, n] = prompts.tokens[group.number], prompts.mask[group.number]
-        place[d, n], first_member[d, n] = group.place, group.number * sizes.group_size
+        cache_place[d, n], first_member[d, n] = group.cache_place, group.number * sizes.group_size
     # An empty row gets one token, because attention over no token is undefined.
-    mask[place == sizes.prompts, -1] = True
+    mask[cache_place == no_place, -1] = True
     images = _images_of(new_groups, first, size, sizes, prompts)
     return NewPrompts(
         tokens=tokens,
         mask=mask,
-        place=place,
-        number=draws.numbers[first_member],
+        cache_place=cache_place,
+        completion_number=draws.numbers[first_member],
         images=images,
         temperature=draws.temperature(first_member),
     )
@@ -97,20 +100,20 @@ def split_observations(observations: list[list[tuple[Member, int]]]) -> dict[tup
     """Splits observations, whose keys and values are not cached yet, into chunks of one program call each.
 
     observations: for each device, pairs of a sequence and the number of its tokens up to the end of the observation.
-    Returns {(round number, width): chunks of each device}. The chunks of a sequence have increasing round numbers,
-    because a chunk attends to the earlier chunks of its sequence.
+    Returns {(index of the chunks in their observations, width): chunks of each device}. Chunks of a lower index are
+    written first, because a chunk attends to the earlier chunks of its sequence.
     """
     small, large = CHUNK_TOKENS
-    rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
+    chunks_by_index: dict[tuple[int, int], list[list[Chunk]]] = {}
     for d, pairs in enumerate(observations):
         for member, observation_end in pairs:
-            start, round_number = member.cached, 0
+            start, index = member.cached, 0
             while start < observation_end:
                 width = small if observation_end - start <= MAX_SMALL_CHUNKS * small else large
-                chunks = rounds.setdefault((round_number, width), [[] for _ in observations])
+                chunks = chunks_by_index.setdefault((index, width), [[] for _ in observations])
                 chunks[d].append(Chunk(member, start, min(start + width, observation_end)))
-                start, round_number = start + width, round_number + 1
-    return rounds
+                start, index = start + width, index + 1
+    return chunks_by_index
 
 
 def observation_chunks(
@@ -126,11 +129,11 @@ def observation_chunks(
     for d, n, chunk in enumerate_items(chunks, 0, rows):
         group = chunk.member.group
         start[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
-        prompt_place[d, n], mask[d, n] = group.place, prompts.mask[group.number]
+        prompt_place[d, n], mask[d, n] = group.cache_place, prompts.mask[group.number]
         tokens[d, n, : count[d, n]] = episodes.tokens[chunk.member.number, chunk.start : chunk.end]
     members = [[chunk.member for chunk in device_chunks] for device_chunks in chunks]
     indices = cache_indices(members, rows, sizes, prompts)
-    # Each sequence reads a prompt of its own, because few members of a group have a chunk at the same time.
+    # The program reads one prompt per sequence, because few members of a group have a chunk at the same time.
     row_numbers = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
     indices = indices._replace(prompt_mask=mask, prompt_members=row_numbers[..., None], member_index=row_numbers)
     if prompts.images is not None:
@@ -164,22 +167,23 @@ def round_rows(
     known_tokens = zeros(ROUND_TOKENS) - 1
     for d, members in enumerate(rows):
         pairs = [(member.number, member.cached) for member in members]
-        numbers, cached = np.array(pairs, np.int32).reshape(-1, 2).T
+        numbers, cached = np.array(pairs, np.int32).reshape(-1, 2).T  # two arrays, also without members
         count = len(members)
         last_token[d, :count], length[d, :count] = episodes.tokens[numbers, cached], cached + 1
         limit[d, :count], completion[d, :count] = limits[numbers], numbers
         for n in np.flatnonzero(cached + 1 < episodes.lengths[numbers]).tolist():
-            # The sequence was preempted after it had sampled these tokens. The round computes their keys and values
-            # again, up to the next observation.
-            i, place = members[n].number, members[n].cached + 1
-            sampled_now = episodes.sampled_by_this_call(i, place)
-            limit[d, n] = limits[i] if sampled_now.all() else place + int(np.argmin(sampled_now))
-            repeated = episodes.tokens[i, place : min(episodes.lengths[i], limit[d, n], place + ROUND_TOKENS)]
+            # The sequence was preempted after this call of the engine had sampled these tokens. The round computes
+            # their keys and values again, up to the next token that was not sampled: the begin of an observation.
+            i, first_known = members[n].number, members[n].cached + 1
+            is_sampled = episodes.sampled_by_this_call(i, first_known)
+            limit[d, n] = limits[i] if is_sampled.all() else first_known + int(np.argmin(is_sampled))
+            repeat_end = min(episodes.lengths[i], limit[d, n], first_known + ROUND_TOKENS)
+            repeated = episodes.tokens[i, first_known:repeat_end]
             known_tokens[d, n, : len(repeated)] = repeated
     places = np.zeros((len(rows), slots.prompts), np.int32)
     for d, members in enumerate(rows):
         for group, e in prompt_places(members, sizes, slots).items():
-            places[d, e] = group.place
+            places[d, e] = group.cache_place
     return RoundRows(
         last_token=last_token,
         length=length,
@@ -233,7 +237,7 @@ def prompt_places(members: list[Member], sizes: StreamSizes, slots: Slots) -> di
     """Returns {group: index of its prompt among the prompts that a decode program reads}."""
     groups = list(dict.fromkeys(member.group for member in members))
     if slots.prompts == sizes.prompts:
-        return {group: group.place for group in groups}
+        return {group: group.cache_place for group in groups}
     return {group: e for e, group in enumerate(groups)}
 
 

@@ -112,7 +112,7 @@ class OpenStream(Stream):
             self._free_idle_pages()
             cache = self._prefill(cache, self._admit(self._pending))
             cache = self._feed(cache)
-            rows = [[m for m in s.holders if self._is_decoding(m)] for s in self.schedulers]
+            rows = [[m for m in s.page_holders if self._is_decoding(m)] for s in self.schedulers]
             if count := max(map(len, rows)):
                 cache = self._decode(cache, rows, count, some_wait=self.arrivals.some_wait)
             self._retire_ended()
@@ -197,7 +197,7 @@ class OpenStream(Stream):
         """
         if self.sizes.pages >= self.sizes.sequences * self.sizes.max_sequence_pages:
             return
-        while self.idle and any(s.free_pages < len(s.holders) + len(self._pending) for s in self.schedulers):
+        while self.idle and any(s.free_pages < len(s.page_holders) + len(self._pending) for s in self.schedulers):
             self._free_idle(next(iter(self.idle)))
 
     def _end_turns(self, completions: np.ndarray) -> None:

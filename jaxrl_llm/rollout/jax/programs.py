@@ -54,8 +54,8 @@ class NewPrompts(NamedTuple):
 
     tokens: AnyArray  # [d, n, P]
     mask: AnyArray  # [d, n, P] True for real tokens
-    place: AnyArray  # [d, n] place of the prompt in the cache; out of range: the row is empty
-    number: AnyArray  # [d, n] number of the group's first completion, for its random numbers
+    cache_place: AnyArray  # [d, n] place of the prompt in the cache; out of range: the row is empty
+    completion_number: AnyArray  # [d, n] number of the group's first completion, for its random numbers
     images: Images | None = None  # arrays [d, n, ...]; None if prompts have no images
     temperature: AnyArray = None  # [d, n] temperature of the group; None = that of `GroupSampling`
 
@@ -179,7 +179,7 @@ def prefill(
     prompt = Prompt(by_prompt(prompts.tokens), flat_mask, jax.tree.map(by_prompt, prompts.images))
     hidden, prefix = model.prefill(params, prompt)
     logits = model.logits(params, last_state(hidden, flat_mask)).reshape(d, n, -1)
-    numbers = prompts.number[..., None] + jnp.arange(group_sampling.group_size)[None, None]
+    numbers = prompts.completion_number[..., None] + jnp.arange(group_sampling.group_size)[None, None]
     uniform = uniform_numbers(key, numbers, jnp.zeros_like(numbers))
 
     def choose_tokens(uniform: Array) -> tuple[jax.Array, jax.Array]:
@@ -199,7 +199,7 @@ def prefill(
         return [write_layer(*x, place) for x in zip(pages, new, strict=True)]
 
     write_prompts = on_devices(group_sampling.mesh, write_layers, (heads, heads, sharding.BATCH), heads)
-    return cache._replace(prompts=write_prompts(cache.prompts, prefix, prompts.place)), token, logprob
+    return cache._replace(prompts=write_prompts(cache.prompts, prefix, prompts.cache_place)), token, logprob
 
 
 def decode(

@@ -35,7 +35,7 @@ class PromptGroup:
 
     number: int  # number of the prompt in the call
     members: list[Member] = field(default_factory=list)
-    place: int = -1  # place of the prompt in the device's cache; -1: the prompt is not in the cache
+    cache_place: int = -1  # place of the prompt in the device's cache; -1: the prompt is not in the cache
 
     @classmethod
     def with_members(cls, number: int, size: int) -> PromptGroup:
@@ -52,7 +52,7 @@ class Scheduler:
         self.sequences, self.page = sizes.sequences, sizes.page
         # Up to this many sequences can never exhaust the pages, so admission needs no free page in reserve.
         self._safe_sequences = sizes.pages // sizes.max_sequence_pages
-        self.holders: dict[Member, None] = {}  # sequences that hold pages, the oldest first; a set that keeps its order
+        self.page_holders: dict[Member, None] = {}  # ordered set of the sequences with pages, the oldest first
         self.waiting: deque[Member] = deque()  # sequences that wait for admission, the oldest first
         self.reach = 0  # pages with the numbers 0 .. reach - 1 have been given to sequences
         self.preemptions = 0  # number of times that a sequence has returned its pages early
@@ -61,7 +61,7 @@ class Scheduler:
     @property
     def can_admit_group(self) -> bool:
         """Whether the device has a place for a further group."""
-        return not self.waiting and bool(self._free_places) and len(self.holders) < self.sequences
+        return not self.waiting and bool(self._free_places) and len(self.page_holders) < self.sequences
 
     @property
     def free_pages(self) -> int:
@@ -77,8 +77,8 @@ class Scheduler:
         needed_tokens(sequence): most tokens of the sequence that are in its pages after the next program.
         """
         earlier_preemptions = self.preemptions
-        # Iterate over a copy, because preemption removes members from `holders`.
-        for member in list(self.holders):
+        # Iterate over a copy, because preemption removes members from `page_holders`.
+        for member in list(self.page_holders):
             self._grow(member, needed_tokens(member))
         return self.admit(needed_tokens) if self.preemptions == earlier_preemptions else []
 
@@ -90,33 +90,34 @@ class Scheduler:
         new_groups: list[PromptGroup] = []
         while self.waiting and self._fits(self.waiting[0], needed_tokens):
             member = self.waiting.popleft()
-            if member.group.place < 0:
-                member.group.place = heapq.heappop(self._free_places)
+            if member.group.cache_place < 0:
+                member.group.cache_place = heapq.heappop(self._free_places)
                 new_groups.append(member.group)
-            self.holders[member] = None
+            self.page_holders[member] = None
             self._grow(member, needed_tokens(member))
         return new_groups
 
     def retire(self, member: Member) -> None:
         """Removes an ended sequence and frees its pages. Frees the prompt's place after the group's last sequence."""
         self._free(member)
-        if member in self.holders:
-            del self.holders[member]
+        if member in self.page_holders:
+            del self.page_holders[member]
         else:
             # The sequence ended with its first token, before its admission.
             self.waiting.remove(member)
         group = member.group
         group.members.remove(member)
-        if not group.members and group.place >= 0:
-            heapq.heappush(self._free_places, group.place)
-            group.place = -1
+        if not group.members and group.cache_place >= 0:
+            heapq.heappush(self._free_places, group.cache_place)
+            group.cache_place = -1
 
     def _fits(self, member: Member, needed_tokens: Callable[[Member], int]) -> bool:
         """Returns whether the device has a slot, a place for the prompt, and enough free pages for a sequence."""
-        reserve = len(self.holders) // HOLDERS_PER_FREE_PAGE if len(self.holders) >= self._safe_sequences else 0
+        count = len(self.page_holders)
+        reserve = count // HOLDERS_PER_FREE_PAGE if count >= self._safe_sequences else 0
         return (
-            len(self.holders) < self.sequences
-            and (member.group.place >= 0 or bool(self._free_places))
+            count < self.sequences
+            and (member.group.cache_place >= 0 or bool(self._free_places))
             and len(self._free_pages) >= self._pages_for(needed_tokens(member)) + reserve
         )
 
@@ -127,9 +128,9 @@ class Scheduler:
     def _grow(self, member: Member, tokens: int) -> None:
         """Gives an admitted sequence enough pages for `tokens` tokens. If none is free, preempts the youngest."""
         needed = self._pages_for(tokens)
-        while len(member.pages) < needed and member in self.holders:
+        while len(member.pages) < needed and member in self.page_holders:
             if not self._free_pages:
-                self._preempt(next(reversed(self.holders)))
+                self._preempt(next(reversed(self.page_holders)))
             else:
                 # The lowest free page, so that the pages in use stay together and the cache can be small.
                 member.pages.append(heapq.heappop(self._free_pages))
@@ -138,7 +139,7 @@ class Scheduler:
     def _preempt(self, member: Member) -> None:
         """Takes the pages of an admitted sequence, which waits and is computed again later."""
         self._free(member)
-        del self.holders[member]
+        del self.page_holders[member]
         # The preempted sequence goes to the front, because it is older than every waiting sequence.
         self.waiting.appendleft(member)
         self.preemptions += 1
@@ -152,4 +153,4 @@ class Scheduler:
 
 def least_loaded(schedulers: Sequence[Scheduler]) -> Scheduler | None:
     """Returns the scheduler with the fewest admitted sequences that has a place for a group; None if all are full."""
-    return min((s for s in schedulers if s.can_admit_group), key=lambda s: len(s.holders), default=None)
+    return min((s for s in schedulers if s.can_admit_group), key=lambda s: len(s.page_holders), default=None)

@@ -12,6 +12,9 @@ PAGE_TOKENS = 64  # tokens of a page, unless completions are shorter or the plat
 PAGE_ALIGNMENT = 8  # page sizes are multiples of this, the vector width of a CPU
 PAGE_GROWTH = 4  # without a kernel, a cache has this many pages a sequence at first, and grows by this factor
 SMALLER_BY = (4, 16)  # the smaller decode programs have this many times fewer sequences than the largest program
+# Programs for later prompts and for observations have this many times fewer rows than a call has at first, because few
+# groups start, and few sequences get an observation, at the same time.
+FEWER_LATER_ROWS = 16
 ROUND_TOKENS = 32  # most tokens that a decode round samples per sequence before the host checks the sequences
 PREFILL_TOKENS = 2**14  # prompt tokens of a prefill on one device: enough to be fast, few enough for the memory
 USABLE_MEMORY = 0.85  # share of a device's memory for weights, states and cache; the rest is for temporary arrays
@@ -114,12 +117,12 @@ class StreamSizes:
     @property
     def later_prefill_prompts(self) -> int:
         """Prompts of the program for all later prompts, including initial prompts that the first prefill left out."""
-        return min(-(-self.initial_prompts // SMALLER_BY[-1]), self.first_prefill_prompts)
+        return min(-(-self.initial_prompts // FEWER_LATER_ROWS), self.first_prefill_prompts)
 
     @property
     def fed_sequences(self) -> int:
-        """Sequences whose observations one program writes into pages."""
-        return max(self.sequences // SMALLER_BY[-1], 1)
+        """Sequences whose chunks of observations one call of the program `feed` writes into pages."""
+        return max(self.sequences // FEWER_LATER_ROWS, 1)
 
     def with_room_for(self, pages: int) -> StreamSizes:
         """Returns the sizes with a cache that has grown until it has this many pages."""
@@ -142,7 +145,7 @@ def cache_bytes(memory: int, resident_arrays: PyTree, *, beside_learning: bool) 
     # The memory of updates on the same device is unknown until their programs are compiled.
     if not memory or beside_learning:
         return 0
-    # If no memory is left, the bound is 1 byte. The compiler then reports the missing memory in its own numbers.
+    # If no memory is left, the bound is 1 byte, because 0 means no bound. The compiler then reports the missing memory.
     return max(int(USABLE_MEMORY * memory) - device_bytes(resident_arrays), 1)
 
 
@@ -176,8 +179,8 @@ def sizes_of(
     device_prompts = -(-prompts // kind.devices)
     device_sequences = device_prompts * group_size
     sequences = min(device_sequences, max(max_sequences // kind.devices, 1) if max_sequences else device_sequences)
-    # Groups with few remaining sequences keep their prompts in the cache while new groups start. The
-    # number of groups that decode never exceeds the number of sequences.
+    # Twice as many prompts as full groups fit, because a group keeps its prompt in the cache until its last sequence
+    # ends, while new groups start. No more groups than sequences can decode.
     active_prompts = min(device_prompts, 2 * -(-sequences // group_size) + 1, sequences)
     cached_prompts = active_prompts if sequences < device_sequences else device_prompts
     page = kind.tokens or min(PAGE_TOKENS, -(-completion_length // PAGE_ALIGNMENT) * PAGE_ALIGNMENT)

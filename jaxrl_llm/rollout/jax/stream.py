@@ -2,7 +2,7 @@
 
 After each decode round the host checks the sequences. It retires ended sequences, admits others in their place, writes
 observations into pages, and lets the remaining sequences decode. The time of a tool decides which sequences decode
-together. That never changes a sampled token, because a row's numbers do not depend on the other rows.
+together. This order never changes a sampled token, because a row's results do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.jax.layout import (
 )
 from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, ObservationChunks, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, least_loaded
-from jaxrl_llm.rollout.jax.sizes import CHUNK_TOKENS, ROUND_TOKENS, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import CHUNK_TOKENS, MAX_SMALL_CHUNKS, ROUND_TOKENS, StreamSizes
 from jaxrl_llm.rollout.protocol import EpisodeEnvironments
 from jaxrl_llm.structs import AnyArray, Prompts
 
@@ -82,7 +82,9 @@ class Stream:
         self._awaited_answers: set[Future[list[int] | None]] = set()  # answers that were pending before the last round
         # Tokens that the decode programs computed, and the tokens that their slots could have computed.
         self.computed_tokens = self.slot_steps = 0
-        self.passes = 0  # passes of all sequences through the decode programs; fewer than tokens if drafts were right
+        self.passes = (
+            0  # forward passes of all sequences in the decode programs; fewer than tokens if drafts were right
+        )
 
     def run(self) -> None:
         """Samples until the wanted groups are complete."""
@@ -95,7 +97,7 @@ class Stream:
             new_groups = self._admit(pending_groups)
             cache = self._prefill(cache, new_groups)
             cache = self._feed(self._grow(cache))
-            rows = [[m for m in s.holders if self._is_decoding(m)] for s in self.schedulers]
+            rows = [[m for m in s.page_holders if self._is_decoding(m)] for s in self.schedulers]
             some_wait = bool(pending_groups) or any(s.waiting for s in self.schedulers)
             complete_count = len(self._update_complete_groups())
             continues = complete_count < (self.wanted_groups or len(self.prompts.tokens))
@@ -113,7 +115,7 @@ class Stream:
                 wait(self.episodes.pending_answers, timeout=ANSWER_GRACE_SECONDS)
 
     def first_groups(self) -> list[int]:
-        """Returns the required groups, and then those that were complete first, until there are `wanted_groups`."""
+        """Returns `wanted_groups` groups: the required groups, and then the groups that were complete first."""
         return sorted(self.complete_groups, key=lambda group: group not in self.required_groups)[: self.wanted_groups]
 
     def _append_answers(self) -> None:
@@ -176,18 +178,19 @@ class Stream:
         Returns 0 if no observation comes next, because the policy samples the next token in this call. Tokens that an
         earlier call sampled count as an observation: the engine writes them into pages without sampling them again.
         """
-        place = member.cached + 1
-        if place == self.episodes.lengths[member.number]:  # nearly always: no token behind the cached ones is known
+        first_known = member.cached + 1
+        # Nearly always the token after the cached ones is the last known token, and the policy samples the next one.
+        if first_known == self.episodes.lengths[member.number]:
             return 0
-        sampled_now = self.episodes.sampled_by_this_call(member.number, place)
-        if not len(sampled_now) or sampled_now[0]:
+        is_sampled = self.episodes.sampled_by_this_call(member.number, first_known)
+        if not len(is_sampled) or is_sampled[0]:
             return 0
-        return place + int(np.argmax(sampled_now) if sampled_now.any() else len(sampled_now))
+        return first_known + int(np.argmax(is_sampled) if is_sampled.any() else len(is_sampled))
 
     def _retire_ended(self) -> None:
         """Removes the ended sequences from the schedulers."""
         for scheduler in self.schedulers:
-            for member in [*scheduler.holders, *scheduler.waiting]:
+            for member in [*scheduler.page_holders, *scheduler.waiting]:
                 if self.episodes.states[member.number] == ENDED:
                     scheduler.retire(member)
 
@@ -251,23 +254,25 @@ class Stream:
         if not self._has_observations:
             return cache
 
-        def chunk_end(member: Member) -> int:
+        def chunks_end(member: Member) -> int:
+            """Returns how many tokens of a sequence are in pages after this call; at most 0 if it writes none."""
             return self._observation_end(member) - 1 if self._is_decoding(member) else 0
 
-        rounds = split_observations(
-            [[(member, chunk_end(member)) for member in scheduler.holders] for scheduler in self.schedulers]
+        chunks_by_index = split_observations(
+            [[(member, chunks_end(member)) for member in scheduler.page_holders] for scheduler in self.schedulers]
         )
-        # counts[round, width] is the most chunks of a device. The processes exchange it, because all of them must call
-        # the same programs.
-        counts = np.zeros((self.sizes.completion_length // max(CHUNK_TOKENS) + 4, len(CHUNK_TOKENS)), np.int32)
-        for (number, width), chunks in rounds.items():
-            counts[number, CHUNK_TOKENS.index(width)] = max(map(len, chunks))
+        # counts[index, width] is the number of chunks of the device with the most chunks. The processes exchange it,
+        # because all of them must call the same programs. At most MAX_SMALL_CHUNKS small chunks end an observation.
+        max_chunks = self.sizes.completion_length // max(CHUNK_TOKENS) + MAX_SMALL_CHUNKS + 1
+        counts = np.zeros((max_chunks, len(CHUNK_TOKENS)), np.int32)
+        for (index, width), chunks in chunks_by_index.items():
+            counts[index, CHUNK_TOKENS.index(width)] = max(map(len, chunks))
         counts = transfers.max_over_processes(counts.ravel(), self.mesh).reshape(counts.shape)
         rows = self.sizes.fed_sequences
-        for number, width_index in np.argwhere(counts).tolist():
+        for index, width_index in np.argwhere(counts).tolist():
             width = CHUNK_TOKENS[width_index]
-            chunks = rounds.get((number, width), [[]] * len(self.schedulers))
-            for first in range(0, int(counts[number, width_index]), rows):
+            chunks = chunks_by_index.get((index, width), [[]] * len(self.schedulers))
+            for first in range(0, int(counts[index, width_index]), rows):
                 part = [device_chunks[first : first + rows] for device_chunks in chunks]
                 arrays = observation_chunks(
                     part, rows, width, sizes=self.sizes, prompts=self.prompts, episodes=self.episodes
@@ -278,7 +283,7 @@ class Stream:
         return cache
 
     def _decode(self, cache: Cache, rows: list[list[Member]], count: int, *, some_wait: bool) -> Cache:
-        """Decodes a round and appends its tokens. rows: decoding sequences of each device of this process.
+        """Runs one decode round and appends its tokens. rows: decoding sequences of each device of this process.
 
         count: most sequences on a device of any process. some_wait: whether sequences wait for admission in any
         process.
@@ -292,8 +297,8 @@ class Stream:
         if drafted := self.sizes.drafted(slots):
             drafts = self.history.drafts(rows, (slots.count, drafted), self.prompts, episodes)
             arrays = arrays._replace(drafts=drafts)
-        threshold = self._running_threshold(count, some_wait=some_wait)
-        cache, sampled = self.programs.decode(cache, transfers.shard_batch(arrays, self.mesh), threshold)
+        min_running = self._running_threshold(count, some_wait=some_wait)
+        cache, sampled = self.programs.decode(cache, transfers.shard_batch(arrays, self.mesh), min_running)
         tokens, logprobs, counts, passes = transfers.to_host(sampled)
         WATCHDOG.report_progress()
         self.computed_tokens += int(counts.sum())
@@ -302,8 +307,10 @@ class Stream:
         changed = []
         for d, n, member in enumerate_items(rows, 0, slots.count):
             i = member.number
-            # The round after a preemption first repeats known tokens. Only later tokens are new.
-            new = slice(int(episodes.lengths[i]) - member.cached - 1, int(counts[d, n]))
+            # Pages hold all known tokens but the last, unless a preemption has freed pages. Then the round first
+            # repeats known tokens, and only its later tokens are new.
+            repeated_count = int(episodes.lengths[i]) - 1 - member.cached
+            new = slice(repeated_count, int(counts[d, n]))
             member.cached += new.stop
             if new.start < new.stop:
                 episodes.append(i, tokens[d, n, new], logprobs[d, n, new])

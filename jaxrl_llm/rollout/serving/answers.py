@@ -17,7 +17,7 @@ class TextAnswer:
     def __init__(self, service: Service, body: TextDrawing, prompts: list[list[int]]):
         self.service, self.body, self.prompts = service, body, prompts
         self.is_chat = isinstance(body, ChatBody)
-        # A request for texts says 0, which equals False.
+        # `logprobs = 0` asks for log-probabilities in a request for a text. 0 equals False, so `is` compares.
         self.wants_logprobs = not any(getattr(body, "logprobs", None) is x for x in (None, False))
         self.wants_ids = bool(body.return_token_ids)
         kind = "chat.completion" if self.is_chat else "text_completion"
@@ -32,7 +32,7 @@ class TextAnswer:
             ServedChoice(i, service.model.tokenizer, body.stops, parses_calls)
             for i in range(len(prompts) * (body.n or 1))
         ]
-        self._told = [0] * len(self.choices)  # tokens of each choice that chunks have told
+        self._sent_tokens = [0] * len(self.choices)  # number of tokens of each choice that earlier chunks sent
 
     def whole(self) -> dict[str, Any]:
         """Returns the answer to a request without `stream`."""
@@ -55,19 +55,19 @@ class TextAnswer:
         """Returns the chunks before the first token."""
         if not self.is_chat:
             return []
-        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        chunks = [self.head | {"choices": [{"index": choice.index} | role]} for choice in self.choices]
+        first_delta = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        chunks = [self.head | {"choices": [{"index": choice.index} | first_delta]} for choice in self.choices]
         if self.wants_ids:
             chunks[0]["prompt_token_ids"] = self.prompts[0]
         return chunks
 
     def chunk(self, choice: ServedChoice) -> dict[str, Any] | None:
-        """Returns the chunk with what is new in a choice; None if nothing is."""
-        piece, start = choice.next_piece(), self._told[choice.index]
+        """Returns the chunk with the new part of a choice; None if the choice has no new part."""
+        piece, start = choice.next_piece(), self._sent_tokens[choice.index]
         if not (piece or choice.end or self.wants_logprobs or self.wants_ids):
             return None
         part = self._choice(choice, start)
-        self._told[choice.index] = len(choice.tokens)
+        self._sent_tokens[choice.index] = len(choice.tokens)
         if self.is_chat:
             calls = [{"index": i} | call for i, call in enumerate(choice.calls)] if choice.end else []
             part["delta"] = ({"content": piece} if piece else {}) | ({"tool_calls": calls} if calls else {})
@@ -76,7 +76,7 @@ class TextAnswer:
         return self.head | {"choices": [part]}
 
     def _choice(self, choice: ServedChoice, start: int) -> dict[str, Any]:
-        """Returns the fields of a choice that chat and text share. start: first token to tell."""
+        """Returns the fields of a choice that chat and text share. start: index of the first token to send."""
         part: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": None}
         if self.wants_logprobs:
             part["logprobs"] = self._logprobs(choice, start)

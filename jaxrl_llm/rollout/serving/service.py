@@ -51,7 +51,7 @@ class ServedModel:
 class RequestPlan(NamedTuple):
     """How the completions of a request are sampled."""
 
-    numbers: Sequence[int]  # number of each completion, for its random numbers
+    numbers: Sequence[int]  # number of each completion, which seeds its random numbers
     max_tokens: Sequence[int]  # most tokens of the completions of each prompt
     temperature: float
 
@@ -71,7 +71,9 @@ class Service:
         self.model, self.engine = model, engine
         self.sessions: dict[str, OpenSession] = {}
         self.counts: Counter[str] = Counter()  # totals for /metrics
-        self._next_number = MAX_NUMBER  # of requests without a seed; downward, because seeds of users are small
+        # Number of the next completion whose request has no seed. The numbers go down from MAX_NUMBER, because a seed
+        # is the number of its first completion, and users choose small seeds.
+        self._next_number = MAX_NUMBER
         self._render_limiter = anyio.CapacityLimiter(1)  # a tokenizer works for one thread at a time
 
     def check_model(self, name: str) -> None:
@@ -137,13 +139,15 @@ class Service:
     def plan(
         self, prompts: Sequence[list[int]], drawing: Drawing, limit: int | None, session: OpenSession | None
     ) -> RequestPlan:
-        """Returns how the completions of a request are sampled. The arguments are those of `sequences`.
+        """Returns how the completions of a request are sampled: with the seed of the request, or with fresh numbers.
 
+        limit: most tokens of a completion, None = as many as the server allows. session: None outside of a session.
         Raises: RequestError.
         """
         self._check(prompts, drawing, limit)
         count = len(prompts) * (drawing.n or 1)
-        first_number = self._next_number - count + 1 if drawing.seed is None else drawing.seed
+        unused_number = self._next_number - count + 1
+        first_number = unused_number if drawing.seed is None else drawing.seed
         if first_number < 0 or first_number + count - 1 > MAX_NUMBER:
             raise RequestError(400, f"seed = {drawing.seed}: seed + completions must be at most {MAX_NUMBER}", "seed")
         if drawing.seed is None:
@@ -161,7 +165,7 @@ class Service:
 
     def _check(self, prompts: Sequence[list[int]], drawing: Drawing, limit: int | None) -> None:
         """Raises: RequestError, for a prompt or a setting that this server cannot honour."""
-        model, (low, high) = self.model, (LOWEST_TEMPERATURE, 100)
+        model, (lowest, highest) = self.model, (LOWEST_TEMPERATURE, 100)
         for prompt in prompts:
             if not 0 < len(prompt) <= model.max_prompt_tokens:
                 raise RequestError(
@@ -176,9 +180,9 @@ class Service:
                 f"max_tokens = {limit}: must be at most {model.max_completion_tokens} (--max-completion-tokens)",
                 "max_tokens",
             )
-        if drawing.temperature is not None and 0 < drawing.temperature < low:
+        if drawing.temperature is not None and 0 < drawing.temperature < lowest:
             raise RequestError(
-                400, f"temperature = {drawing.temperature}: must be 0, or from {low} to {high}", "temperature"
+                400, f"temperature = {drawing.temperature}: must be 0, or from {lowest} to {highest}", "temperature"
             )
         for name, off in (("top_p", (1,)), ("top_k", (0, -1))):
             value, served = getattr(drawing, name), getattr(model.sampling, name)
@@ -236,7 +240,7 @@ class Service:
                 index, new = event
                 choice = choices[index]
                 if choice.end:
-                    continue  # tokens after a stop string, which the engine sampled before it knew
+                    continue  # the engine sampled these tokens before it learned of the stop string
                 if new.end == FAILED or not all(map(math.isfinite, new.logprobs)):
                     raise RequestError(500, "the engine has failed, or its log-probabilities are not finite")
                 choice.add(new)
@@ -246,9 +250,9 @@ class Service:
                     self.record(sequences[index], choice, session)
                 yield choice
         finally:
-            left = [sequence for sequence, choice in zip(sequences, choices, strict=True) if not choice.end]
-            self.counts["cancelled"] += len(left)
-            self.engine.cancel(left)
+            cancelled = [sequence for sequence, choice in zip(sequences, choices, strict=True) if not choice.end]
+            self.counts["cancelled"] += len(cancelled)
+            self.engine.cancel(cancelled)
 
     def record(self, sequence: OpenSequence, choice: ServedChoice, session: OpenSession | None) -> None:
         """Counts a finished completion, and adds it to the trace of its session."""

@@ -40,7 +40,7 @@ def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndar
         return np.exp(log_median + SPREAD * deviations).clip(1, limit)
 
     low, high = -10.0, np.log(limit) + 10.0
-    for _ in range(60):
+    for _ in range(60):  # bisection of the median, to the last bit
         middle = (low + high) / 2
         low, high = (middle, high) if cut(middle).mean() < mean else (low, middle)
     return cut(high).round().astype(np.int32)
@@ -72,7 +72,7 @@ class CountedCalls:
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
         """Returns the first tokens [d, n, G] of groups."""
-        place, number = np.asarray(prompts.place), np.asarray(prompts.number)
+        place, number = np.asarray(prompts.cache_place), np.asarray(prompts.completion_number)
         usage = self.usage[prompts_name(place.shape[1], self.sizes, first=cache is None)]
         usage.calls += 1
         usage.tokens += self.sizes.group_size * int(np.sum(place < self.sizes.prompts))
@@ -92,16 +92,16 @@ class CountedCalls:
         """Returns the tokens of a round, as `programs.decode` would with a model that samples these lengths."""
         length, limit = np.asarray(rows.length), np.asarray(rows.limit)
         end = self._lengths[np.asarray(rows.completion_number)]
-        left = np.where(length < limit, np.minimum(limit, end) - length, 0)
+        remaining = np.where(length < limit, np.minimum(limit, end) - length, 0)
         turn = np.arange(ROUND_TOKENS)
-        alive = left[..., None] > turn
+        alive = remaining[..., None] > turn
         turns = int(np.sum(np.any(alive.sum(axis=1) > running_threshold, axis=0)))
-        count = np.minimum(left, turns)
+        count = np.minimum(remaining, turns)
         usage = self.usage[decoding_name(Slots(length.shape[1], np.asarray(rows.prompt_places).shape[1]))]
         usage.calls, usage.turns, usage.tokens = usage.calls + 1, usage.turns + turns, usage.tokens + int(count.sum())
         usage.pages += self._pages(length, count, turns)
         tokens = np.where(length[..., None] + turn == end[..., None] - 1, STOP, OTHER)
-        # As if no draft was right, because the plan knows no completions.
+        # Each pass counts one token, as if no draft was right, because the plan knows no completions.
         return cache, Sampled(tokens, np.zeros(tokens.shape, np.float32), count, count)
 
     def _pages(self, length: np.ndarray, count: np.ndarray, turns: int) -> int:

@@ -56,8 +56,8 @@ def planned_prompt(recipe: Recipe | SftRecipe, width: int, pixels: str) -> Plann
     # The limit excludes equality, because a prompt has text in addition to its images.
     if tokens >= width:
         raise UserError(
-            f"--pixels {pixels}: the images of a prompt take {tokens:,} tokens, but a prompt has only {width:,}: raise "
-            "--prompt-tokens, or lower config.data.max_pixels"
+            f"--pixels {pixels}: the images of a prompt take {tokens:,} tokens, after they are resized to at most "
+            f"config.data.max_pixels, but a prompt has only {width:,}: raise --prompt-tokens, or lower data.max_pixels"
         )
     patches = image_layout.patch_count([grid] * count, form)
     return PlannedPrompt(width, image_layout.image_sizes(patches, form), tokens)

@@ -25,17 +25,17 @@ COMPARED = ("grad_norm", "update_norm", "clip/fraction", "importance/mean", "los
 
 def main() -> None:
     args = parse()
-    made: dict[str, tuple[float, float]] = {}
+    recomputed: dict[str, tuple[float, float]] = {}
     if args.source:
         record = step_file.load(args.source)
         first_weights = Path(record.config["model"]["path"])
         if args.model or (record.step == 1 and record.gradient and first_weights.is_dir()):
-            made = from_file.loss_and_gradient(record, args.model)
+            recomputed = from_file.loss_and_gradient(record, args.model)
     else:
         changes = dict(change.split("=", 1) for change in args.change)
         record = step(args.run, args.step, with_gradient=bool(args.to or args.export), changes=changes)
     lines = verdict(record) + comparison(record.what_if)
-    lines += made_again(record, made, args.model) if args.source else []
+    lines += made_again(record, recomputed, args.model) if args.source else []
     print("\n".join(map(printable, lines)), flush=True)
     if args.export:
         step_file.save(record, args.export)
@@ -43,7 +43,7 @@ def main() -> None:
     if args.to:
         write_page(record, args.to)
         print(f"wrote {args.to}")
-    sys.exit(DIFFERS * (bool(record.differences) or not all(is_close(*pair) for pair in made.values())))
+    sys.exit(DIFFERS * (bool(record.differences) or not all(is_close(*pair) for pair in recomputed.values())))
 
 
 def parse() -> Namespace:
@@ -100,17 +100,17 @@ def comparison(what_if: WhatIf | None) -> list[str]:
     return [*lines, f"  {'cosine of the two updates':36}{what_if.cosine:12.6f}"]
 
 
-def made_again(record: StepRecord, made: dict[str, tuple[float, float]], model: str) -> list[str]:
+def made_again(record: StepRecord, recomputed: dict[str, tuple[float, float]], model: str) -> list[str]:
     """Returns a table of loss and gradient in a file and with weights.
 
-    made: result of `from_file.loss_and_gradient`.
+    recomputed: result of `from_file.loss_and_gradient`.
     """
-    if not made:
+    if not recomputed:
         return [f"note: use --model DIR, the weights before step {record.step}, to make loss and gradient again"]
     count, weights = len(record.first_update), model or record.config["model"]["path"]
     lines = [f"the first update of the step, of {count} prompts, made again with the weights of {weights}:"]
     lines.append(f"  {'':36}{'in the file':>14}{'now':>14}")
-    for name, (stored, now) in made.items():
+    for name, (stored, now) in recomputed.items():
         differs = "" if is_close(stored, now) else "  differs"
         lines.append(f"  {name:36}{stored:14.6g}{now:14.6g}{differs}")
     return lines

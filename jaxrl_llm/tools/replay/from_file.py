@@ -1,4 +1,4 @@
-"""Makes loss and gradient of a step again from its file, with weights in the place of the run."""
+"""Computes the loss and gradient of a step again from the file of a replay and from weights, without the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm.build import policy_alone
+from jaxrl_llm.build import build_policy_learner
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.completion_gradients import make_completion_gradients
@@ -23,7 +23,7 @@ from jaxrl_llm.tools.report.runs import tuples
 # Fields of a config that decide about samples alone, and may name files and functions that this machine lacks.
 SAMPLING = {"reward.functions": ("arithmetic.accuracy",), "reward.weights": (1.0,), "data.source": "arithmetic.train"}
 SAMPLING |= {"data.convert": "", "data.mixture": ConfigDict()} | dict.fromkeys(("env", "turns", "eval"))
-# Fields of `Batch` that a record has as fields, and in `columns`.
+# Fields of `Batch` that are fields of a record, and those that are entries of its `columns`.
 IN_RECORD = ("prompts", "prompt_mask", "completions", "completion_mask", "loss_mask", "advantages")
 IN_COLUMNS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
 
@@ -31,8 +31,8 @@ IN_COLUMNS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "ret
 def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, float]]:
     """Computes loss and gradient of a step's first update again. Returns {quantity: (in the file, now)}.
 
-    model: folder or hub id of the weights before the step, of adapters in a run with adapters; "" = the weights with
-    which the run of the file's config starts.
+    model: folder or hub id of the weights before the step (of the adapters, if the run has adapters); "" = the weights
+    that the config in the file names.
     Raises: UserError, if the file has no gradient, or this machine lacks the model or a function of the loss.
     """
     if not record.gradient:
@@ -47,23 +47,26 @@ def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, 
     with collected():
         recipe = recipes.read(config)
     rows = np.array(record.first_update)
-    learner, model_of_policy, mesh = policy_alone(recipe, len(rows))
+    learner, policy_model, mesh = build_policy_learner(recipe, len(rows))
     params, base = learner.init().params, learner.base
     batch = transfers.shard_batch(jax.tree.map(lambda x: x[rows], batch_of(record)), mesh)
     coefs = {name: np.float32(x) for name, x in record.coefficients.items()}
-    token_numbers = make_token_numbers(learner, model_of_policy, recipe.rollout.sampling, mesh, recipe.microbatch)
-    numbers = transfers.to_host(token_numbers((base.combine(base.params, params), coefs), batch))
-    whole, norms, _ = make_completion_gradients(learner, mesh, recipe.microbatch)(params, batch, coefs, base.params)
-    mask, shares = record.loss_mask[rows], np.prod([*record.gradient.values()], axis=0)[rows]
+    token_numbers = make_token_numbers(learner, policy_model, recipe.rollout.sampling, mesh, recipe.microbatch)
+    computed = transfers.to_host(token_numbers((base.combine(base.params, params), coefs), batch))
+    completion_gradients = make_completion_gradients(learner, mesh, recipe.microbatch)
+    gradient_norm, completion_norms, _ = completion_gradients(params, batch, coefs, base.params)
+    # The terms of the completions add up to the gradient, so their projections on the gradient add up to its norm.
+    recorded_norms, cosines = record.gradient["norm"][rows], record.gradient["cosine"][rows]
+    mask = record.loss_mask[rows]
     weights = np.asarray(learner.aggregate(jax.device_put(mask)))
-    both = {name: (record.columns[name][rows], numbers[name]) for name in ("logprobs", "loss")}
+    both = {name: (record.columns[name][rows], computed[name]) for name in ("logprobs", "loss")}
     pairs: dict[str, Any] = {
         "mean log-probability": [x[mask].mean(dtype=np.float64) for x in both["logprobs"]],
         "loss": [(x * weights)[mask].sum(dtype=np.float64) for x in both["loss"]],
-        "norm of the gradient": [shares.sum(dtype=np.float64), whole],
+        "norm of the gradient": [(recorded_norms * cosines).sum(dtype=np.float64), gradient_norm],
+        "largest norm of a completion": [recorded_norms.max(), np.asarray(completion_norms).max()],
     }
-    pairs["largest norm of a completion"] = [record.gradient["norm"][rows].max(), np.asarray(norms).max()]
-    return {name: (float(one), float(other)) for name, (one, other) in pairs.items()}
+    return {name: (float(recorded), float(computed_now)) for name, (recorded, computed_now) in pairs.items()}
 
 
 def batch_of(record: StepRecord) -> Batch:

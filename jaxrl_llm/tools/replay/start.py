@@ -44,10 +44,10 @@ class ReplayStart:
     folder: Path  # local folder with config and log
     step: int  # step to make again
     start: int  # step of the checkpoint; 0 = the start of the run
-    decisions: list[Decision]  # rollbacks of the run before it made the step
-    logged: dict[str, Any]  # line of the step in metrics.jsonl
+    decisions: list[Decision]  # rollbacks of the run before it made the step for the last time
+    logged: dict[str, Any]  # record of the step in metrics.jsonl
     saved: SavedRun | None  # the run's checkpoints, None if it has none
-    notes: dict[str, Any] | None  # notes of a checkpoint, which tell models, rows, code and machine of the run
+    notes: dict[str, Any] | None  # notes of a checkpoint: models, rows, code and machine of the run
     files: SampleFiles | None  # files with the samples of all steps from the checkpoint on; None: sample them again
 
     def announcement(self) -> str:
@@ -77,8 +77,8 @@ def find_start(run: Path, step: int) -> ReplayStart:
         raise UserError(f"--run {folder} is a run of sft, which samples nothing: use a run of train")
     last = max(records, default=0)
     if not 1 <= step <= last or step not in records:
-        made = f"its last step is {last}" if last else "it has made no step yet"
-        raise UserError(f"--step {step}: {address or run} has no such step; {made}: use a step from 1 to {last}")
+        progress = f"its last step is {last}" if last else "it has made no step yet"
+        raise UserError(f"--step {step}: {address or run} has no such step; {progress}: use a step from 1 to {last}")
     root = bucket.as_path(address) if address else run
     checkpoints, files = root / "checkpoints", SampleFiles(root / FOLDER)
     saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None
@@ -91,7 +91,7 @@ def find_start(run: Path, step: int) -> ReplayStart:
             "config.log.keep_samples = 1 in the next run"
         )
     # The first checkpoint after the step was saved by the process that made the step.
-    later_steps = [kept for kept in steps if kept >= step] or steps[-1:]
+    later_steps = [saved_step for saved_step in steps if saved_step >= step] or steps[-1:]
     return ReplayStart(
         run=address or str(run),
         folder=folder,
@@ -106,7 +106,7 @@ def find_start(run: Path, step: int) -> ReplayStart:
 
 
 def why_unrepeatable(engine: str, functions: Sequence[str]) -> str:
-    """Returns the samples or verdicts of a run that come from a server, with their field; "" if none do."""
+    """Returns the config field and the samples or verdicts that a server made, which may differ; "" without any."""
     if engine == "vllm":
         return "config.engine.name = 'vllm': the samples of a vLLM server"
     field = "config.reward.functions"
@@ -117,26 +117,33 @@ def why_unrepeatable(engine: str, functions: Sequence[str]) -> str:
 
 
 def choose_start(
-    step: int, kept: Sequence[int], decisions: Sequence[Decision], accepted: Sequence[Change]
+    step: int, kept_steps: Sequence[int], decisions: Sequence[Decision], accepted: Sequence[Change]
 ) -> tuple[int, int]:
-    """Returns the step of the checkpoint to restore, 0 = the start of the run, and the rollbacks before `step`.
+    """Returns the step of the checkpoint to restore (0 = the start of the run), and the number of rollbacks before it.
 
-    kept: steps of the checkpoints. decisions: rollbacks of the run. accepted: changes of rows and code in the run.
+    step: step to replay. kept_steps: steps of the checkpoints. decisions: rollbacks of the run. accepted: changes of
+    rows and code that the run accepted.
     Raises: UserError, if no checkpoint is left from which the step can be made again.
     """
-    later = [change for change in accepted if change.after_step >= step]
-    if later:
-        raise UserError(f"--step {step}: {later[0]} after step {later[0].after_step}: replay a later step")
-    # The log has the lines of the last attempt: a rollback to a step before this one has made its line anew.
+    later_changes = [change for change in accepted if change.after_step >= step]
+    if later_changes:
+        change = later_changes[0]
+        raise UserError(
+            f"--step {step} cannot be replayed, because after step {change.after_step} the run accepted this change: "
+            f"{change}: replay a step after step {change.after_step}"
+        )
+    # After a rollback to an earlier step, the run made `step` again, and the log has only the record of the last time.
     count = max((i for i, decision in enumerate(decisions, 1) if decision.to < step), default=0)
-    # The steps up to here were made with other samples, rows or code.
+    # Checkpoints before step `oldest` are of no use, because the run then changed its samples, rows or code.
     oldest = max([decision.to for decision in decisions[:count]] + [change.after_step for change in accepted] + [0])
-    usable = [saved for saved in ({0, *kept} if not oldest else kept) if oldest <= saved < step]
+    candidates = kept_steps if oldest else {0, *kept_steps}
+    usable = [saved for saved in candidates if oldest <= saved < step]
     if not usable:
+        kept_text = ", ".join(map(str, kept_steps)) or "none"
         raise UserError(
             f"--step {step}: the run needs its checkpoint of step {oldest} or a later one before step {step}, because "
-            f"it rolled back or changed rows or code there, but keeps {', '.join(map(str, kept)) or 'none'}: replay a "
-            "later step, and raise config.checkpoint.keep in the next run"
+            f"it rolled back or changed rows or code there, but keeps {kept_text}: replay a later "
+            "step, and raise config.checkpoint.keep in the next run"
         )
     return max(usable), count
 
@@ -148,8 +155,8 @@ def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLea
     Raises: UserError, if models, rows or code have changed since the run, or this machine cannot run it.
     """
     config = read_config(start.folder)
-    # The replay ends with the step, so that nothing is sampled for later steps, and it uses no logger. It does not end
-    # with the warm-up of a critic, because such a config is refused.
+    # The replay ends with its step, so that nothing is sampled for later steps, and it uses no logger. A config whose
+    # last step is one of the critic's warm-up is refused, so such a replay ends one step after the warm-up.
     config.num_steps = max(start.step, flatten(config).get("critic.warmup_steps", 0) + 1)
     config.log.to, config.log.project, config.log.profile = (), "", ""
     # Files of samples replace the engine and the judge, which this machine may lack.

@@ -13,10 +13,13 @@ import jax
 import numpy as np
 
 from jaxrl_llm.build import Parts
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import encoding
 from jaxrl_llm.session import alike
 from jaxrl_llm.session.log import json_number, thumbnails
 from jaxrl_llm.session.record import Record
+from jaxrl_llm.tasks import ENVIRONMENTS, owns_loop
 from jaxrl_llm.tools.replay.observer import StepObserver, observed
 from jaxrl_llm.tools.replay.record import StepRecord
 from jaxrl_llm.tools.replay.start import ReplayStart, find_start, restored_run
@@ -105,6 +108,9 @@ def reasons_for_rounding(start: ReplayStart) -> list[str]:
     reasons = [f"The machine of the run differs from this one: {other_machine}."] if other_machine else []
     if jax.default_backend() == "gpu" and not config.deterministic:
         reasons.append("A GPU repeats bit for bit only with config.deterministic = True.")
+    environment = flatten(config).get("env.name")
+    if environment and owns_loop(resolve(environment, ENVIRONMENTS, "config.env.name")):
+        reasons.append("The times at which agents ask decide which programs compute their requests.")
     return reasons
 
 

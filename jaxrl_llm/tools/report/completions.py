@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.data.image_columns import chat_text
 from jaxrl_llm.tools.report.runs import ReportedRun
 
-MOST = 3000  # characters of a text on the page
+MAX_CHARACTERS = 3000  # characters of a text on the page
 
 
 class LabelledCompletion(NamedTuple):
@@ -59,6 +59,6 @@ def _image_names(prompt: Any) -> list[str]:
 
 
 def cut(text: str) -> str:
-    """Returns a text, of which at most MOST characters are kept."""
-    hidden = len(text) - MOST
-    return text if hidden <= 0 else f"{text[:MOST]}… ({hidden:,} more characters)"
+    """Returns a text, of which at most MAX_CHARACTERS characters are kept."""
+    hidden = len(text) - MAX_CHARACTERS
+    return text if hidden <= 0 else f"{text[:MAX_CHARACTERS]}… ({hidden:,} more characters)"

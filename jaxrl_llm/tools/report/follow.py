@@ -12,7 +12,7 @@ from jaxrl_llm.errors import UserError
 
 
 class Lines:
-    """Complete lines of a growing file. Callers repeat `begin`, then `new`. A run that rolls back replaces the file."""
+    """Complete lines of a growing file, which a run that rolls back replaces. Callers repeat `begin`, then `new`."""
 
     def __init__(self, file: Path):
         self.file = file

@@ -124,7 +124,7 @@ class Reader:
         findings_file = Lines(self._workdir / "health.jsonl")
         findings_file.begin()
         outdated = sorted({findings_file.parse(line)["id"] for _, line in findings_file.new()} - ids)
-        shown, settings = self._shown(), read_settings(config)
+        groups, settings = self._shown(), read_settings(config)
         # The list is copied, because it grows at the next call, while a page may still use it.
         records = list(self._records)
         return ReportedRun(
@@ -134,7 +134,7 @@ class Reader:
             config=config,
             records=records,
             spans=self._judge.spans(),
-            groups=shown,
+            groups=groups,
             settings=settings,
             wrote=outdated,
         )

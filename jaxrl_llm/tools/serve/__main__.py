@@ -46,9 +46,9 @@ def parse() -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
     add("--port", type=int, default=8000, help="port; 0 = any free one (default: %(default)s)")
     add("--api-key", default="", help=f"key of all requests (default: ${KEY_VARIABLE}, or none on this machine alone)")
-    usual = f"default: {USUAL_TOKENS}, or half of the model's positions if these are fewer"
-    add("--max-prompt-tokens", type=int, help=f"most tokens of a prompt ({usual})")
-    add("--max-completion-tokens", type=int, help=f"most tokens of a completion ({usual})")
+    default_text = f"default: {USUAL_TOKENS}, or half of the model's positions if these are fewer"
+    add("--max-prompt-tokens", type=int, help=f"most tokens of a prompt ({default_text})")
+    add("--max-completion-tokens", type=int, help=f"most tokens of a completion ({default_text})")
     add("--max-sequences", type=int, default=16, help="completions at a time (default: %(default)s)")
     add("--max-waiting", type=int, default=256, help="completions that wait, before 429 (default: %(default)s)")
     add("--max-sessions", type=int, default=1024, help="sessions at a time, before 429 (default: %(default)s)")
@@ -120,8 +120,9 @@ def open_service(args: argparse.Namespace, folder: Path) -> Any:
     model = hf.load_model(folder, mesh, dtype=args.dtype)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), date.today().isoformat())
     stop_ids, positions = hf.stop_ids(folder, tokenizer), model.cfg.max_positions
-    usual = min(USUAL_TOKENS, positions // 2)
-    prompt_tokens, completion_tokens = args.max_prompt_tokens or usual, args.max_completion_tokens or usual
+    default_tokens = min(USUAL_TOKENS, positions // 2)
+    prompt_tokens = args.max_prompt_tokens or default_tokens
+    completion_tokens = args.max_completion_tokens or default_tokens
     if prompt_tokens + completion_tokens > positions:
         raise UserError(
             f"--max-prompt-tokens {prompt_tokens} and --max-completion-tokens {completion_tokens}: the model has "

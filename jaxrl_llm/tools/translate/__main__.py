@@ -27,7 +27,10 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     """Translates a file, writes or prints the config, and prints what became of its keys. Returns the exit code."""
     source = readers.read(file)
     if processes and not source.table.name.startswith("TRL"):
-        raise UserError(f"--processes: the batch of {source.table.name} does not depend on it: leave it out")
+        raise UserError(
+            f"--processes {processes} has no effect, because the batch of {source.table.name} counts all processes: "
+            "leave --processes out"
+        )
     if to and to.suffix != ".py":
         raise UserError(f"--to {to}: must be a new file that ends with .py")
     translation = translate(
@@ -51,7 +54,7 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     # The checks import JAX, which takes longer than the translation that is printed above.
     from jaxrl_llm.tools.translate import lint
 
-    subject = f"{written}the checks {'of all but the model ' * bool(refusal)}"
+    subject = f"{written}the checks {'of all but the model ' if refusal else ''}"
     passes = lint.check(text, translation.user_tasks(), subject)
     # A task such as moving a function does not count, because `train` refuses the config until it is done.
     return int(bool(not passes or refusal or source.lost or translation.unknown()))

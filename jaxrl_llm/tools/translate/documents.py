@@ -83,58 +83,62 @@ def read_document(path: Path, text: str) -> DocumentKeys:
 def compose_defaults(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -> dict[str, Any]:
     """Returns the keys of a document of Hydra: keys of the files in its list `defaults`, then its own keys.
 
-    roots: folders of Hydra's groups. The returned key "defaults" lists the files that do not exist.
+    roots: folders of Hydra's groups. In the result, the key "defaults" lists the files that were not found instead.
     """
     own_sections = {key: value for key, value in document.items() if key != "defaults"}
-    document_keys = with_tools(path, flatten_sections(own_sections), {})
+    document_keys = with_tool_names(path, flatten_sections(own_sections), {})
     if not isinstance(document.get("defaults"), list):
         return document_keys
-    searched = re.findall(r"(?:file|pkg)://([^\s'\",\]]+)", str(document_keys.get("hydra.searchpath")))
-    roots = roots or [path.parent, *(folder / place for place in searched for folder in path.resolve().parents)]
+    searched_folders = re.findall(r"(?:file|pkg)://([^\s'\",\]]+)", str(document_keys.get("hydra.searchpath")))
+    search_paths = (parent / folder for folder in searched_folders for parent in path.resolve().parents)
+    roots = roots or [path.parent, *search_paths]
     # Hydra joins the files in the order of the list, and a later file wins. _self_ is the document itself, which comes
     # last if it is not listed.
     keys: dict[str, Any] = {}
-    missing = []
-    for entry in [*document["defaults"], *(() if "_self_" in document["defaults"] else ("_self_",))]:
-        keys |= document_keys if entry == "_self_" else {}
-        for name, section, is_optional in _named(entry) if entry != "_self_" else ():
+    missing_files = []
+    entries = document["defaults"]
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry == "_self_":
+            keys |= document_keys
+            continue
+        for name, section, is_optional in _included_files(entry):
             files = (folder / f"{name.lstrip('/')}.yaml" for folder in (path.parent, *roots))
             if file := next((file for file in files if file.is_file()), None):
                 text = file.read_text(encoding="utf-8")
                 header = PACKAGE.search(text)
-                before = _section(section or (header[1] if header else ""), name)
-                inside = compose_defaults(file, parse(file, text), roots)
-                missing += inside.pop("defaults", [])
-                keys |= {f"{before}{key}": value for key, value in inside.items()}
-            # veRL's own files are no loss, because their keys are the defaults of its table.
+                prefix = _key_prefix(section or (header[1] if header else ""), name)
+                file_keys = compose_defaults(file, parse(file, text), roots)
+                missing_files += file_keys.pop("defaults", [])
+                keys |= {f"{prefix}{key}": value for key, value in file_keys.items()}
+            # A missing file of veRL itself loses nothing, because verl.py has its keys as the defaults of the table.
             elif not is_optional and not VERL_FILES.fullmatch(name) and not VERL_GROUPS.fullmatch(name):
-                missing.append(name)
-    return keys | {"defaults": missing}
+                missing_files.append(name)
+    return keys | {"defaults": missing_files}
 
 
-def _named(entry: Any) -> list[tuple[str, str, bool]]:
+def _included_files(entry: Any) -> list[tuple[str, str, bool]]:
     """Returns (file, section of its keys or "", whether it may be absent) for each file of an entry of `defaults`.
 
     entry: "group/file@section", or {"group@section": file}; a file `null` is none.
     """
-    group, chosen = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
+    group, choice = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
     words = str(group).split() or [""]
     group, _, section = words[-1].partition("@")
-    names = [f"{group}/{x}" for x in (chosen if isinstance(chosen, list) else [chosen]) if x not in (None, "null")]
+    names = [f"{group}/{x}" for x in (choice if isinstance(choice, list) else [choice]) if x not in (None, "null")]
     return [(name.rstrip("/").removesuffix(".yaml"), section, "optional" in words[:-1]) for name in names]
 
 
-def _section(section: str, name: str) -> str:
+def _key_prefix(section: str, name: str) -> str:
     """Returns the prefix of the keys of a file, from its section or else from its folder."""
     folder = name.strip("/").rpartition("/")[0].replace("/", ".")
     section = {"_global_": "", "_here_": "", "_group_": folder, "": folder}.get(section, section)
     return section.removeprefix("_global_.") + "." * bool(section)
 
 
-def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
+def with_tool_names(path: Path, keys: dict[str, Any], script_files: Mapping[str, str]) -> dict[str, Any]:
     """Returns the keys with the names of the functions in veRL's file of tools, if this file exists."""
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-    file = find_file(path, str(keys[key]), written) if key in keys else None
+    file = find_file(path, str(keys[key]), script_files) if key in keys else None
     if not file:
         return keys
     tools = parse(*file).get("tools") or []
@@ -142,29 +146,32 @@ def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
     return keys | {f"{key}.names": [schema["function"]["name"] for schema in schemas]}
 
 
-def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
-    """Returns the keys of a command with those of its config file, if it exists. written: {name: text} of heredocs."""
-    keys = with_tools(path, keys, written)
+def with_files(path: Path, keys: dict[str, Any], script_files: Mapping[str, str]) -> DocumentKeys:
+    """Returns the keys of a command with the keys of its config file, if the file exists.
+
+    script_files: {name: text} of files that the script writes.
+    """
+    keys = with_tool_names(path, keys, script_files)
     name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir", "."))
     names = [keys["config"]] if "config" in keys else []
     if isinstance(name, str) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
         names += [f"{place}{name.removesuffix('.yaml')}.yaml" for place in (f"{folder}/", *FOLDERS)]
     # No file has the text of an unread value as its name.
-    if file := next(filter(None, (find_file(path, str(name), written) for name in names)), None):
+    if file := next(filter(None, (find_file(path, str(name), script_files) for name in names)), None):
         base = read_document(*file)
         other_keys = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
         return DocumentKeys(base.values | other_keys, base.lost)
     return DocumentKeys(keys)
 
 
-def find_file(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
+def find_file(path: Path, name: str, script_files: Mapping[str, str]) -> tuple[Path, str] | None:
     """Returns the path and text of a file that a script names, which it writes or which is in its folder or above.
 
-    None if there is no such file. written: {name: text} of files that the script writes.
+    None if there is no such file. script_files: {name: text} of files that the script writes.
     """
     # A file that the script writes comes first, because a file of this name on the disk may be of another run.
-    for written_name, text in written.items():
-        if Path(written_name).name == Path(name).name:
+    for file_name, text in script_files.items():
+        if Path(file_name).name == Path(name).name:
             return Path(name), text
     for folder in (*path.resolve().parents, Path()):
         if (folder / name).is_file():

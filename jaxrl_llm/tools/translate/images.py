@@ -66,15 +66,16 @@ def note(values: Mapping[str, Any]) -> str:
 
 def has_images(keys: Keys) -> bool:
     """Whether a run has images. If the file does not show it, the answer depends on the name of the model."""
-    is_shown = bool(image_evidence(keys.values))
-    for key in () if is_shown else MODEL_KEYS:
-        keys.get(key)  # records that the answer depends on the key
-    return is_shown
+    if image_evidence(keys.values):
+        return True
+    for key in MODEL_KEYS:
+        keys.get(key)  # records that the answer depends on this key
+    return False
 
 
-# Condition of keys that have an effect only in a run with images, and the reason if they have none.
-HAS_IMAGES = (has_images, "of images, and this run has none")
-HAS_SOUND = (lambda keys: sound_evidence(keys.values), "of video or audio, and this run has none")
+# Conditions of keys that have an effect only in some runs, each with the reason why they have none in other runs.
+HAS_IMAGES = (has_images, "the key is for images, and this run has none")
+HAS_SOUND = (lambda keys: sound_evidence(keys.values), "the key is for video or audio, and this run has none")
 
 
 def processor(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -87,26 +88,30 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
 
 
-def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:
+def tower(has_adapters: Callable[[Keys], bool], ignored_reason: str = "") -> Rule:
     """Returns the rule of a key that freezes the vision tower, which sets `model.vision`.
 
-    adapted: whether only adapters learn; unread: reason if the other trainer does not read the key, else "".
+    has_adapters: whether the run of the file trains only adapters; ignored_reason: reason why the other trainer ignores
+    the key, "" if it obeys the key.
     """
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        if adapted(keys):
-            return Outcome("mapped", {"model.vision": "frozen"}, "adapters learn alone, and are on layers for text")
+        if has_adapters(keys):
+            return Outcome("mapped", {"model.vision": "frozen"}, "only adapters learn, and they are on layers for text")
         if not value:
             return Outcome("mapped", {"model.vision": "learns"})
-        return Outcome("changed" if unread else "mapped", {"model.vision": "frozen"}, unread)
+        return Outcome("changed" if ignored_reason else "mapped", {"model.vision": "frozen"}, ignored_reason)
 
     return rule
 
 
-def beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> Outcome:
-    """Returns the outcome of adapters, changed if the vision tower has adapters too. excluded: modules without them."""
-    everywhere = targets in ("all-linear", ["all-linear"])
-    if not everywhere or "visual" in str(excluded) or not has_images(keys):
+def adapters_beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> Outcome:
+    """Returns the outcome of a key of adapters; "changed" if the other trainer puts adapters on the vision tower too.
+
+    targets: modules with adapters. excluded: modules without adapters.
+    """
+    are_everywhere = targets in ("all-linear", ["all-linear"])
+    if not are_everywhere or "visual" in str(excluded) or not has_images(keys):
         return outcome
     reason = "; ".join(filter(None, [outcome.reason, "also on the vision tower; in jaxrl_llm only on layers for text"]))
     return replace(outcome, kind="changed", reason=reason)

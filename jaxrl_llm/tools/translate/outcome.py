@@ -3,7 +3,7 @@
 The `TrainerTable` of a trainer, such as TRL's GRPO, has one rule for each key. A rule gets the value of its key and all
 `Keys` of the file, and returns an `Outcome`: the fields that the key becomes, or why it becomes none. The origin of a
 field is a key of the file, a default of the trainer, or unknown. If a rule asks `Keys` for a value that the file has in
-an unreadable form, `Keys` records the request, and all fields of the outcome become unknown. So no rule can forget it.
+an unreadable form, `Keys` records the request, and all fields of the outcome become unknown without help of the rule.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class TrainerTable:
     version: str  # version that the table describes
     rules: dict[str, Rule]  # rules of exact keys first, then of patterns; the first match wins
     defaults: dict[str, Any]  # defaults of the keys that have an effect on training
-    base: Callable[[Keys], str]  # name of the config of jaxrl_llm that a translation changes
+    base: Callable[[Keys], str]  # name of the jaxrl_llm config from which a translation starts, such as "grpo"
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {key: fields that it decides}
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
-    releases: Releases = Releases("")
+    releases: Releases = field(default_factory=lambda: Releases(""))
     patches: tuple[Version, ...] = ()  # each that shows in a key of the file applies, such as Unsloth's defaults
     absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
@@ -159,7 +159,7 @@ class Translation:
     """A translated file. outcomes: {key of the file: outcome}; defaults: {key that the file does not have: outcome}."""
 
     table: TrainerTable
-    base: str  # jaxrl_llm config that the translation changes, such as "grpo"
+    base: str  # jaxrl_llm config from which the translation starts, such as "grpo"
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
     notes: tuple[str, ...] = ()  # sentences about the version that the file is for

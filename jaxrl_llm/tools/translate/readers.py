@@ -21,7 +21,7 @@ from jaxrl_llm.tools.translate.shell import ShellCommand
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
 from jaxrl_llm.tools.translate.table import SENTENCES, read_names
 
-# A key of any trainer, or of a program of TRL, such as trainer.model.my_function().
+# A key of any trainer, or of a script of TRL, such as trainer.model.my_function().
 KEY = re.compile(r"[\w./@-]+|(trainer\.|[*][*]).*")
 # An argument section.key=value of veRL, EasyR1 or Search-R1.
 SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
@@ -75,23 +75,22 @@ def read(path: Path) -> ForeignConfig:
 
 def _read(path: Path, text: str) -> ForeignConfig:
     """Reads the text of a config or script by the suffix of its path: .py, .json, .yaml, or else a shell script."""
-    if path.suffix == ".py":
-        kind, values, lost, notes = read_script(path, text)
-        table = trl.TRL_TRAINERS[kind]
-        return ForeignConfig(table, values, tuple(lost), tuple(notes), pinned=pinned_version(table, text))
     is_document = path.suffix in (".json", ".yaml", ".yml")
-    keys = documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
+    if path.suffix == ".py":
+        keys = read_script(path, text)
+    else:
+        keys = (
+            documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
+        )
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must not have other characters, such as line breaks.
     if wrong := next((key for key in values if not KEY.fullmatch(key)), ""):
         raise UserError(f"{path}: {wrong!r} is no config key: name a config of TRL, veRL, EasyR1 or Search-R1")
-    table = detect(path, values, keys.lost)
-    if table in trl.TRL_TRAINERS.values():
-        # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
-        if path.suffix != ".sh" and not values.keys() & {"num_processes", "world_size"}:
-            values["num_processes"] = None
-        # Most keys belong to all trainers of TRL, so the name of the program decides.
-        table = trl.TRL_TRAINERS.get(keys.program, table)
+    # Most keys belong to all trainers of TRL, so the program decides.
+    table = trl.TRL_TRAINERS.get(keys.program) or detect(path, values, keys.lost)
+    # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
+    if is_document and table in trl.TRL_TRAINERS.values() and not values.keys() & {"num_processes", "world_size"}:
+        values["num_processes"] = None
     pinned = pinned_version(table, f"{text}\n{keys.program_text}")
     return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred), pinned)
 
@@ -115,14 +114,14 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
-    named = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
-    best = max((trl.TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
+    kinds = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
+    best = max((trl.TRL_TRAINERS[kind] for kind in kinds), key=lambda table: _count_known_keys(table, keys))
     if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
-        first_keys = ", ".join(list(keys)[:3])
-        first_lost = f"; not read as a setting: {lost[0]}" if lost else ""
+        first_keys = f"its first keys are {', '.join(list(keys)[:3])}" if keys else "it has no keys"
+        unread_line = f"; this line was not read as a setting: {lost[0]}" if lost else ""
         raise UserError(
-            f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1: its keys are {first_keys or 'none'} ..."
-            f"{first_lost}. Name a config or script of one of these trainers"
+            f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1 ({first_keys}{unread_line}): name a config or "
+            "script of one of these trainers"
         )
     return best
 
@@ -151,12 +150,13 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
     lost = unreached(script, {LAUNCHER_KEY.sub("", key) for keys in rounds for key in keys.values})
     code = (text for command in script.commands for text in (*command.words, *script.files.values()))
     if not rounds and (program := next(filter(MAKES_CONFIG.search, code), "")):
-        kind, values, of_program, notes = read_script(Path(f"the Python code in {path}"), program)
-        return documents.DocumentKeys(values, of_program, [*script.notes, *notes], program=kind)
+        keys = read_script(Path(f"the Python code in {path}"), program)
+        return replace(keys, notes=[*script.notes, *keys.notes])
     if not rounds:
-        first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
+        unreached_line = f" that runs ({lost[0]} belongs to no command that runs)" if lost else ""
         raise UserError(
-            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{first_lost}: name a script that has one"
+            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{unreached_line}: name a script that has "
+            "such a command"
         )
     lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
     # `merge_rounds` makes keys unread that the rounds of a loop set to different values.
@@ -170,18 +170,19 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     keys: keys of the training command. A command whose first word is such a key is a part of the training command that
     a comment has cut off.
     """
-    whole = [command for command in script.commands if not _like_keys(command.words[0])]
-    reached = script.patterns.union(*(command.positions for command in whole))
-    found: list[tuple[int, list[str]]] = []
+    whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
+    reached = script.patterns.union(*(command.positions for command in whole_commands))
+    words_by_line: list[tuple[int, list[str]]] = []
     for word in [word for word in script.lexer.words if word.position not in reached]:
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         match = ASSIGNMENT.match(word_text)
         like_keys = _like_keys(word_text[match.end() if match else 0 :])
-        found.append((script.lexer.line(word.position), [text for text in like_keys if _name(text) not in keys]))
+        unused_words = [text for text in like_keys if _name(text) not in keys]
+        words_by_line.append((script.lexer.line(word.position), unused_words))
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.followed_heredocs):
         first_line = script.lexer.line(heredoc.position)
-        found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
-    lines = [f"line {line}: {' '.join(words)}" for line, words in found if words]
+        words_by_line += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
+    lines = [f"line {line}: {' '.join(words)}" for line, words in words_by_line if words]
     return lines + [text for text in script.nested_scripts if _like_keys(text)]
 
 
@@ -229,10 +230,10 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     keys = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
     trl_keys = [key for key in keys.values if key != "config" or program]
     file = documents.find_file(path, program_file, files) if known_note is None else None
-    if not any(table.knows(key) for table in trl.TRL_TRAINERS.values() for key in trl_keys):
-        # All options may be the program's own.
-        if not (file and MAKES_CONFIG.search(file[1])):
-            return None
+    has_trl_key = any(table.knows(key) for table in trl.TRL_TRAINERS.values() for key in trl_keys)
+    # All options may be the program's own.
+    if not has_trl_key and not (file and MAKES_CONFIG.search(file[1])):
+        return None
     keys.program = program
     known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
@@ -252,16 +253,16 @@ def _follow_program(name: str, file: tuple[Path, str] | None, keys: documents.Do
         keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
         return
     try:
-        kind, values, lost, notes = read_script(*file, keys.values)
+        script = read_script(*file, keys.values)
     except UserError as error:
         keys.lost.append(f"{name}: this program is not followed ({error})")
         return
     # A setting of the script wins over the option of the command that is another name of it.
-    renamed = trl.TRL_TRAINERS[kind].renamed
+    renamed, values = trl.TRL_TRAINERS[script.program].renamed, script.values
     keys.values = {renamed[key] if renamed.get(key) in values else key: x for key, x in values.items()}
-    keys.program, keys.program_text = kind, file[1]
-    keys.lost += lost
-    keys.notes += [f"{name} is read, with the options of the command", *notes]
+    keys.program, keys.program_text = script.program, script.program_text
+    keys.lost += script.lost
+    keys.notes += [f"{name} is read, with the options of the command", *script.notes]
 
 
 def _unkeyed(words: Sequence[str]) -> list[str]:

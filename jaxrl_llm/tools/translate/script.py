@@ -6,13 +6,13 @@ The script is never run: script_calls.py interprets its syntax tree. The rules i
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import script_calls
+from jaxrl_llm.tools.translate.documents import DocumentKeys
 from jaxrl_llm.tools.translate.interpreter import ScriptObject, place_of, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS
@@ -21,10 +21,8 @@ from jaxrl_llm.tools.translate.table import WORDS
 TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
 
-def read_script(
-    path: Path, text: str, options: Mapping[str, Any] | None = None
-) -> tuple[str, dict[str, Any], list[str], list[str]]:
-    """Returns the kind of the trainer, the keys of the script, lines that belong to no key, and notes on values.
+def read_script(path: Path, text: str, options: dict[str, Any] | None = None) -> DocumentKeys:
+    """Returns the keys of a script of TRL, with the kind of its trainer as their program.
 
     Arguments of the trainer are keys that begin with "trainer.". The value of a function or a data set is its name, and
     any other value that is no literal is `Unread`. An unknown call that changes an object is a key too.
@@ -66,15 +64,12 @@ def read_script(
     for name, value in arguments.items():
         keys |= argument_keys(f"trainer.{name}", value)
     keys |= _steps("trainer", trainer) if trainer else {}
-    if options:
-        own_options = run.own_options if run.is_config_parsed else options.keys()
-        keys = {f"program.{name}": options[name] for name in own_options} | {
-            name: value for name, value in keys.items() if not (name in own_options and value is options[name])
-        }
-    return str((trainer or config).value), keys, lost, run.notes  # pyright: ignore[reportOptionalMemberAccess]
+    keys |= {f"program.{name}": value for name, value in run.own_options.items()}
+    kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
+    return DocumentKeys(keys, lost, run.notes, program=kind, program_text=text)
 
 
-def _followed(tree: ast.Module, options: Mapping[str, Any] | None) -> script_calls.ScriptRun:
+def _followed(tree: ast.Module, options: dict[str, Any] | None) -> script_calls.ScriptRun:
     """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
     run = script_calls.ScriptRun(options)
     with suppress(script_calls.TrainingStarts):

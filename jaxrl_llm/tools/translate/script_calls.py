@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -60,11 +59,10 @@ def unread_config(kind: str, node: ast.Call) -> ScriptObject:
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
-    def __init__(self, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, options: dict[str, Any] | None) -> None:
         super().__init__()
         self.options = options  # options of the command that starts the script; None if no command is known
-        self.own_options: set[str] = set()  # options that the script declares itself
-        self.is_config_parsed = False  # whether all other options are settings of TRL's config
+        self.own_options = dict(options or {})  # options that are no settings of a config of TRL
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
         self.notes: list[str] = []
         self.depth = 0  # calls of functions of the script inside each other
@@ -168,16 +166,9 @@ class ScriptRun(Interpreter):
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
-        if function.value in ("os.environ.setdefault", "os.environ.update"):
-            given = self.arguments(node, ("name", "value"))
-            variables = (
-                given["name"]
-                if isinstance(given.get("name"), dict)
-                else {str(given.pop("name", "")): given.get("value")}
-            )
-            self.environment = (
-                variables | (self.environment if name == "setdefault" else {}) | (variables if name == "update" else {})
-            )
+        if function.value == "os.environ.setdefault":
+            variable, value = [*self.arguments(node).values(), "", ""][:2]
+            self.environment = {str(variable): value} | self.environment
         if function.value == "wandb.init":
             # transformers keeps a run that the script began.
             self.environment |= {f"WANDB_{key.upper()}": value for key, value in self.arguments(node).items()}
@@ -346,15 +337,13 @@ class ScriptRun(Interpreter):
         if self.options is None:
             self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
         if parser.value is None:
-            options = ScriptObject("object", snippet(node), self.with_options(parser.keys))
+            given = {option: x for option, x in self.own_options.items() if option in parser.keys}
+            options = ScriptObject("object", snippet(node), parser.keys | given)
             return [options, []] if "known" in name else options
-        return [self.parsed(entry, node) for entry in parser.value if isinstance(entry, ScriptObject)]
-
-    def with_options(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields that the script declares, with their values in the command that starts the script."""
-        given_options = {name: x for name, x in (self.options or {}).items() if name in fields}
-        self.own_options |= given_options.keys()
-        return dict(fields) | given_options
+        entries = [entry for entry in parser.value if isinstance(entry, ScriptObject)]
+        own_fields = {field for entry in entries if entry.kind == "class" and not entry.value for field in entry.keys}
+        self.own_options = {option: x for option, x in self.own_options.items() if option in own_fields}
+        return [self.parsed(entry, node) for entry in entries]
 
     def parsed(self, entry: ScriptObject, node: ast.Call) -> Any:
         """Returns what a parser makes of one of its classes, from the options of the command if they are known."""
@@ -363,17 +352,13 @@ class ScriptRun(Interpreter):
             # TRL's config has what the script itself assigns to it.
             known = unread_config(CONFIGS[name], node) if name in CONFIGS else Unread(snippet(node))
             return known if entry.value else self.instance(entry, node)
-        self.is_config_parsed |= name in CONFIGS
-        if name in CONFIGS:
-            own_fields = entry.keys if entry.kind == "class" else {}
-            item = ScriptObject("config", CONFIGS[name], {**own_fields, **self.options}, dict(entry.steps), node)
-            self.items.append(item)
-            return item
-        if entry.value:
-            return ScriptObject("object", entry.value, read_names("parsed_defaults") | dict(self.options))
-        item = self.instance(entry, node)
-        item.keys = read_names("parsed_defaults") | dict(self.options) | self.with_options(item.keys)
-        return item
+        fields = self.instance(entry, node).keys if entry.kind == "class" and not entry.value else {}
+        if name not in CONFIGS:
+            return ScriptObject("object", name, read_names("parsed_defaults") | fields | self.options)
+        settings = {key: x for key, x in self.options.items() if key not in self.own_options}
+        settings = (entry.keys if entry.kind == "class" else {}) | settings
+        self.items.append(ScriptObject("config", CONFIGS[name], settings, dict(entry.steps), node))
+        return self.items[-1]
 
     def call_get_peft_config(self, parent: str, node: ast.Call) -> Any:
         """Interprets TRL's functions that make objects of a parsed ModelConfig, whose options are keys themselves."""

@@ -16,7 +16,7 @@ from jaxrl_llm.tools.translate.family import divisors, unknown_steps
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row
 
-# Reasons that a translation prints.
+# Reasons that a translation prints. `batch` adds the first two to its reason, where `device_batch_size` looks for them.
 NO_WHOLE_GROUPS = "TRL refuses a rollout that is not of whole groups; in 0.14 the keys counted prompts"
 UNKNOWN_PROCESSES = "The file does not say the number of processes: add --processes N"
 UNSLOTH_GROUPS = "Unsloth until autumn 2025 made a batch of a process whole groups"
@@ -96,14 +96,20 @@ def device_batch_size(value: Any, keys: Keys) -> Outcome:
     # The limit is rounded down to whole groups, because more groups would need more memory than the file allows.
     limit = max(1, int(value) * processes(keys) // group_size(keys))
     update_sizes = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
-    # A launcher such as accelerate starts several processes, and their number multiplies the batch.
+    # A launcher such as accelerate starts several processes, and their number multiplies the batch. The reader of
+    # a TRL document sets num_processes to None, because a launcher whose arguments are not in the file starts the run.
     has_launcher = any(key.startswith(("accelerate.", "deepspeed.")) for key in keys.values)
     has_launcher = has_launcher or keys.values.get("num_processes", 1) is None
-    unknown_reasons = [UNKNOWN_PROCESSES] * (has_launcher and UNKNOWN_PROCESSES in reason)
-    unknown_reasons += [NO_WHOLE_GROUPS] * (NO_WHOLE_GROUPS in reason)
-    is_doubtful = "unsloth" in keys and int(value) % group_size(keys) and int(value) == device_completions(keys)
-    unknown_reasons += [UNSLOTH_GROUPS] * bool(is_doubtful)
-    unknown = {name: unknown_reasons[0] for name in fields if unknown_reasons and name != "group_size"}
+    # Only an older Unsloth made a batch without whole groups one group, and the file does not say the version.
+    depends_on_unsloth = "unsloth" in keys and int(value) % group_size(keys) and int(value) == device_completions(keys)
+    doubts = {
+        UNKNOWN_PROCESSES: has_launcher and UNKNOWN_PROCESSES in reason,
+        NO_WHOLE_GROUPS: NO_WHOLE_GROUPS in reason,
+        UNSLOTH_GROUPS: depends_on_unsloth,
+    }
+    first_doubt = next((doubt for doubt, applies in doubts.items() if applies), "")
+    # The group size is known even then, because no number of processes is a factor of it.
+    unknown = {name: first_doubt for name in fields if name != "group_size"} if first_doubt else {}
     microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
 

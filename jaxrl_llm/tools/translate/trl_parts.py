@@ -87,7 +87,9 @@ def adapter_targets(value: Any, keys: Keys) -> Outcome:
     outcome = conversions.adapter_targets(value)
     excluded = keys.get("trainer.peft_config.exclude_modules")
     # Only a sentence depends on whether the rows have images, so unknown rows make no field unknown.
-    return images.beside_tower(outcome, value, excluded, keys) if images.image_evidence(keys.values) else outcome
+    return (
+        images.adapters_beside_tower(outcome, value, excluded, keys) if images.image_evidence(keys.values) else outcome
+    )
 
 
 def quantized(value: Any, keys: Keys) -> Outcome:

@@ -116,7 +116,7 @@ def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
     """Translates LoRA's keys to `adapters`. numbers: prefix of the keys of rank and alpha; modules: of the modules."""
     targets, excluded = keys[f"{modules}target_modules"], keys.get(f"{modules}exclude_modules")
     outcome = conversions.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
-    return images.beside_tower(outcome, targets, excluded, keys)
+    return images.adapters_beside_tower(outcome, targets, excluded, keys)
 
 
 lora = partial(adapter, f"{MODEL}lora_", MODEL)
