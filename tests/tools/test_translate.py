@@ -175,13 +175,13 @@ def hub_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
     source = readers.read(write(folder, name, text))
-    return translate(source.table, source.keys, referred=source.referred, **more)
+    return translate(source.table, source.keys, referred=source.referred, pinned=source.pinned, **more)
 
 
 def written(folder: Path, name: str, text: str, **more: int) -> tuple[Translation, dict, str]:
     """Translates a file, asserts what holds for every file, and returns the translation, the config and its text."""
     source = readers.read(write(folder, name, text))
-    made = translate(source.table, source.keys, referred=source.referred, **more)
+    made = translate(source.table, source.keys, referred=source.referred, pinned=source.pinned, **more)
     # Each key has one kind, and what is not mapped is in a comment, with its reason.
     assert list(made.outcomes) == list(source.keys)
     assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(source.keys)
@@ -657,7 +657,7 @@ def test_a_config_that_the_checks_refuse_is_written_all_the_same(tmp_path, capsy
     alone = write(tmp_path, "run.sh", VERL.replace("rollout.n=4", "rollout.n=1"))  # a group of one has no advantage
     for to in (None, tmp_path / "mine.py"):
         assert program.run(alone, to, 0, 0) == 1
-        printed = capsys.readouterr().out
+        printed = "".join(capsys.readouterr())
         assert "config.group_size = 1" in printed and "c.group_size = 1" in (to.read_text() if to else printed)
         assert ("mine.py" in printed) == bool(to)
         wording(printed)
@@ -671,9 +671,9 @@ def test_without_pyarrow_all_the_rest_is_checked_and_a_line_names_each_file(tmp_
         ("parts.sh", parts, "~/sums/test.parquet, a.parquet, b.parquet"),
         ("t.yaml", TRL_YAML.replace("someone/sums", "d/a.parquet"), "d/a.parquet"),
     ):
-        # The weights of two sources are in no file.
-        assert program.run(write(tmp_path, name, text), None, 0, 0) == int(name == "parts.sh")
-        lines = [line for line in capsys.readouterr().out.splitlines() if "jaxrl_llm[parquet]" in line]
+        # The weights of two sources are in no file, and min_p has no counterpart.
+        assert program.run(write(tmp_path, name, text), None, 0, 0) == int(name != "v.sh")
+        lines = [line for line in capsys.readouterr().err.splitlines() if "jaxrl_llm[parquet]" in line]
         assert [file for file in files.split(", ") if not any(f"'{file}'" in line for line in lines)] == []
 
 
@@ -854,14 +854,19 @@ algorithm: {adv_estimator: grpo, kl_coef: 0.0}
 trainer: {max_steps: 9}
 """
 VERSIONS = [  # a file, fields of its config, and what is unknown
-    ("v.sh", TINY_ZERO.format(""),
+    ("v.sh", "# pip install verl==0.2\n" + TINY_ZERO.format(""),
      {"kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.001, "entropy.coef": 0.001, "loss.delta": 0.0,
-      "loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae"}, []),
+      "loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae", "num_steps": 8}, []),
+    ("v.sh", TINY_ZERO.format(""), {"loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae"},
+     ["entropy", "kl", "loss.delta", "num_steps"]),
     ("v.sh", TINY_ZERO.format(f"{ACTOR}clip_ratio=0.1 {ACTOR}fsdp_config.grad_offload=True"),
      {"loss.clip_low": 0.1, "loss.clip_high": 0.1}, []),
-    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.use_kl_loss=True"), {"kl.placement": "loss"}, []),
-    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.loss_agg_mode=token-mean"), {},
-     ["entropy", "entropy.coef", "kl", "kl.coef", "kl.estimator", "loss.clip_low", "loss.clip_high", "loss.delta"]),
+    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.use_kl_loss=True"), {"kl.placement": "loss"},
+     ["entropy", "loss.delta", "num_steps"]),
+    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.loss_agg_mode=token-mean"),
+     {"kl": None, "entropy": None, "loss.delta": 3.0, "num_steps": 9}, []),
+    ("v.sh", TINY_ZERO.format(f"{ACTOR}loss_agg_mode=token-mean {ACTOR}fsdp_config.grad_offload=True"), {},
+     ["entropy", "kl", "loss.delta", "num_steps"]),
     ("v.sh", TINY_ZERO.replace("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu").format(""),
      {"kl": None, "entropy": None, "loss.delta": 3.0}, []),
     ("e.yaml", NOISY, {"loss.clip_high": 0.2, "loss.delta": 0.0, "entropy.coef": 1e-3, "kl.placement": "loss",
@@ -951,7 +956,7 @@ UNKNOWN = [  # a file, and what it leaves unknown
     ("a.sh", V + OWN.replace("steps=9", "steps=$S"), ["num_steps"]),
     ("a.py", SCRIPT.format("beta=0.1"), []),
     ("a.py", SCRIPT.format("beta=args.beta"), ["kl"]),
-    ("a.py", SCRIPT.format("max_prompt_length=args.most"), ["data.max_prompt_tokens"]),
+    ("a.py", "# trl==0.23.1\n" + SCRIPT.format("max_prompt_length=args.most"), ["data.max_prompt_tokens"]),
     ("a.py", SCRIPT.format("eval_strategy='no', eval_steps=args.steps"), []),
 ]  # fmt: skip
 
@@ -960,7 +965,7 @@ def test_what_the_file_does_not_say_is_unknown_and_ends_with_one(tmp_path):
     for name, text, unknown in UNKNOWN:
         file = write(tmp_path, name, text)
         source = readers.read(file)
-        made = translate(source.table, source.keys)
+        made = translate(source.table, source.keys, pinned=source.pinned)
         assert (sorted(made.unknown()), sorted(unknown)) == (sorted(unknown), sorted(made.unknown())), text
         assert program.run(file, None, 0, 0) == int(bool(unknown)), text
         assert set(unknown) <= set(made.user_tasks())

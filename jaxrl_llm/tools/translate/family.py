@@ -132,7 +132,7 @@ class Family:
                 "changed" if value else "mapped", {row.field: frozen}, f"the policy learns from rollout {value} on"
             )
         if not frozen:
-            return Outcome("no effect", reason="not in use")
+            return Outcome("no effect", reason="the policy learns from the first rollout on")
         return unsupported(
             row.key, f"also without a critic, the policy does not learn from the first {frozen} rollouts"
         )
@@ -140,12 +140,13 @@ class Family:
     def schedule(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_scheduler_type` or `warmup_style` to the decay of the learning rate."""
         name = str(value or "constant")
-        if "(schedules)" in keys.defaults and keys["(schedules)"] == "constant":
-            reason = f"veRL until 0.3 and Search-R1 never build the schedule {name}" * (name != "constant")
-            return Outcome("changed" if reason else "mapped", {row.field: "constant"}, reason)
         if name not in ("constant", "cosine", "linear"):
             return unsupported(row.field, f"it is one of constant, cosine and linear, not {name}")
-        return Outcome("mapped", {row.field: name})
+        if keys["(schedules)"] == "all" or name == "constant":
+            return Outcome("mapped", {row.field: name})
+        return Outcome(
+            "changed", {row.field: "constant"}, f"veRL until 0.3 and Search-R1 never build a {name} schedule"
+        )
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_warmup_steps`, in rollouts in veRL, to `optim.warmup_steps`, in optimizer steps."""

@@ -53,7 +53,8 @@ class Releases:
     @property
     def hint(self) -> str:
         """How a user names the release of a file."""
-        return f"a comment such as '# {self.package}==VERSION' in the file names its release"
+        is_numbered = self.package in ("trl", "verl")
+        return f"; a comment such as '# {self.package}==VERSION' in the file names its release" * is_numbered
 
     def defaults_at(self, at: Release) -> dict[str, Any]:
         """Returns {key: its default in a release} of the keys whose newest default is another one."""
@@ -81,5 +82,5 @@ class Releases:
         ends = {end for older in self.history.values() for _, end in older if low <= end < high}
         span = "until " * (not low) + " to ".join(map(release_name, dict.fromkeys(filter(None, (low, high)))))
         notes = [f"{self.package} {span}, as the file has {sign}"]
-        notes += [f"where these releases have several defaults, they are yours to set; {self.hint}"] * bool(ends)
+        notes += [f"where these releases have several defaults, they are yours to set{self.hint}"] * bool(ends)
         return sorted({*ends, high}), notes

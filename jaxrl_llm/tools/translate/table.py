@@ -84,12 +84,6 @@ class Row:
         return self.key.rpartition(".")[2]
 
     @property
-    def bounds(self) -> tuple[str, str]:
-        """The first and the last release that have the key; "" for an end that is not known."""
-        first, _, last = self.versions.partition("-")
-        return first, last
-
-    @property
     def field_names(self) -> list[str]:
         """Names of the fields of jaxrl_llm's config whose values the key decides."""
         return [field for field in self.fields.split() if "=" not in field]
@@ -143,7 +137,9 @@ def trainer_table(
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
     current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
     former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
-    since, until = ({key: release(x) for key, row in rows.items() if (x := row.bounds[i])} for i in (0, 1))
+    since, until = (
+        {key: release(x) for key, row in rows.items() if (x := (*row.versions.split("-"), "")[i])} for i in (0, 1)
+    )
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
     history = {key: older_defaults(row.was) for key, row in current.items() if row.was}
     releases = Releases(name.lower().partition("'")[0], history, since, until)
