@@ -1145,7 +1145,7 @@ def test_a_script_whose_config_comes_from_its_command_line_names_the_line(tmp_pa
         "GRPOTrainer(model_args.model_name_or_path, accuracy_reward, args=training_args)\n"
     )
     assert program.run(write(tmp_path, "grpo.py", script), None, 0, 0) == 1
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr())
     assert "line 2: parser.parse_args_and_config()" in printed
     wording(printed)
 

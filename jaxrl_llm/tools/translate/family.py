@@ -126,16 +126,12 @@ class Family:
 
     def critic_warmup(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `critic_warmup`, the rollout from which the policy learns, to `critic.warmup_steps`."""
-        frozen = max(int(value or 0) - 1, 0)
+        frozen, reason = max(int(value or 0) - 1, 0), f"the policy learns from rollout {value} on"
         if keys["algorithm.adv_estimator"] == "gae":
-            return Outcome(
-                "changed" if value else "mapped", {row.field: frozen}, f"the policy learns from rollout {value} on"
-            )
+            return Outcome("changed" if value else "mapped", {row.field: frozen}, reason)
         if not frozen:
             return Outcome("no effect", reason="the policy learns from the first rollout on")
-        return unsupported(
-            row.key, f"also without a critic, the policy does not learn from the first {frozen} rollouts"
-        )
+        return unsupported(row.key, f"{reason}, also without a critic")
 
     def schedule(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_scheduler_type` or `warmup_style` to the decay of the learning rate."""

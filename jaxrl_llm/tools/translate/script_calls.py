@@ -355,8 +355,8 @@ class ScriptRun(Interpreter):
         fields = self.instance(entry, node).keys if entry.kind == "class" and not entry.value else {}
         if name not in CONFIGS:
             return ScriptObject("object", name, read_names("parsed_defaults") | fields | self.options)
-        settings = {key: x for key, x in self.options.items() if key not in self.own_options}
-        settings = (entry.keys if entry.kind == "class" else {}) | settings
+        settings = dict(entry.keys) if entry.kind == "class" else {}
+        settings |= {key: x for key, x in self.options.items() if key not in self.own_options}
         self.items.append(ScriptObject("config", CONFIGS[name], settings, dict(entry.steps), node))
         return self.items[-1]
 
