@@ -25,16 +25,8 @@ from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import conversions, easyr1, lint, readers, search_r1, trl, trl_objectives, verl, writer
-from jaxrl_llm.tools.translate.outcome import (
-    KINDS,
-    QUIET_FIELDS,
-    Keys,
-    Outcome,
-    Translation,
-    Unread,
-    matches,
-    translate,
-)
+from jaxrl_llm.tools.translate.outcome import KINDS, QUIET_FIELDS, Keys, Outcome, Translation, Unread, translate
+from jaxrl_llm.tools.translate.releases import Releases, matches
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SYSTEMS = {
@@ -157,7 +149,7 @@ args = CPOConfig("out", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=1.4, beta=
 CPOTrainer("google/gemma-2-2b-it", args, train_dataset=make_pairs())
 """
 TRL_PPO = """
-accelerate launch --num_processes 4 train.py --sft_model_path someone/sft --reward_model_path someone/rm \\
+accelerate launch --num_processes 4 trl/scripts/ppo.py --sft_model_path someone/sft --reward_model_path someone/rm \\
     --dataset_name someone/prompts --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
     --num_mini_batches 2 --total_episodes 1280 --kl_coef 0.03 --cliprange_value=0.3 --warmup-steps 3 --bf16
 """
@@ -183,13 +175,13 @@ def hub_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
     source = readers.read(write(folder, name, text))
-    return translate(source.table, source.keys, referred=source.referred, **more)
+    return translate(source.table, source.keys, referred=source.referred, pinned=source.pinned, **more)
 
 
 def written(folder: Path, name: str, text: str, **more: int) -> tuple[Translation, dict, str]:
     """Translates a file, asserts what holds for every file, and returns the translation, the config and its text."""
     source = readers.read(write(folder, name, text))
-    made = translate(source.table, source.keys, referred=source.referred, **more)
+    made = translate(source.table, source.keys, referred=source.referred, pinned=source.pinned, **more)
     # Each key has one kind, and what is not mapped is in a comment, with its reason.
     assert list(made.outcomes) == list(source.keys)
     assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(source.keys)
@@ -289,7 +281,7 @@ FILES = {
          "data.chat_template_args": {"enable_thinking": False}}, {},
     ),
     "names of programs and redirections.sh": (
-        "torchrun --standalone train.py --model_name_or_path a/b --dataset_name c/d --dataset_config main"
+        "torchrun --standalone trl/scripts/grpo.py --model_name_or_path a/b --dataset_name c/d --dataset_config main"
         " --reward_funcs accuracy_reward --no_gradient_checkpointing --learning_rate 1e-5 > train.py 2>&1 &"
         "\npython -m json.tool x.py",
         {"data.source": "c/d:main@train", "data.answer_column": "solution", "optim.learning_rate": 1e-5,
@@ -665,7 +657,7 @@ def test_a_config_that_the_checks_refuse_is_written_all_the_same(tmp_path, capsy
     alone = write(tmp_path, "run.sh", VERL.replace("rollout.n=4", "rollout.n=1"))  # a group of one has no advantage
     for to in (None, tmp_path / "mine.py"):
         assert program.run(alone, to, 0, 0) == 1
-        printed = capsys.readouterr().out
+        printed = "".join(capsys.readouterr())
         assert "config.group_size = 1" in printed and "c.group_size = 1" in (to.read_text() if to else printed)
         assert ("mine.py" in printed) == bool(to)
         wording(printed)
@@ -679,9 +671,9 @@ def test_without_pyarrow_all_the_rest_is_checked_and_a_line_names_each_file(tmp_
         ("parts.sh", parts, "~/sums/test.parquet, a.parquet, b.parquet"),
         ("t.yaml", TRL_YAML.replace("someone/sums", "d/a.parquet"), "d/a.parquet"),
     ):
-        # The weights of two sources are in no file.
-        assert program.run(write(tmp_path, name, text), None, 0, 0) == int(name == "parts.sh")
-        lines = [line for line in capsys.readouterr().out.splitlines() if "jaxrl_llm[parquet]" in line]
+        # The weights of two sources are in no file, and min_p has no counterpart.
+        assert program.run(write(tmp_path, name, text), None, 0, 0) == int(name != "v.sh")
+        lines = [line for line in capsys.readouterr().err.splitlines() if "jaxrl_llm[parquet]" in line]
         assert [file for file in files.split(", ") if not any(f"'{file}'" in line for line in lines)] == []
 
 
@@ -843,7 +835,7 @@ def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence(wording):
         wording("\n".join(made.outcomes[key].reason for key, kind in kinds.items() if kind != "yours"))
 
 
-TRAIN = "train.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
+TRAIN = "trl/scripts/grpo.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
     "--per_device_train_batch_size 2 --num_generations 4 --max_steps 10"
 )
 TINY_ZERO = (
@@ -862,14 +854,19 @@ algorithm: {adv_estimator: grpo, kl_coef: 0.0}
 trainer: {max_steps: 9}
 """
 VERSIONS = [  # a file, fields of its config, and what is unknown
-    ("v.sh", TINY_ZERO.format(""),
+    ("v.sh", "# pip install verl==0.2\n" + TINY_ZERO.format(""),
      {"kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.001, "entropy.coef": 0.001, "loss.delta": 0.0,
-      "loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae"}, []),
+      "loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae", "num_steps": 8}, []),
+    ("v.sh", TINY_ZERO.format(""), {"loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae"},
+     ["entropy", "kl", "loss.delta", "num_steps"]),
     ("v.sh", TINY_ZERO.format(f"{ACTOR}clip_ratio=0.1 {ACTOR}fsdp_config.grad_offload=True"),
      {"loss.clip_low": 0.1, "loss.clip_high": 0.1}, []),
-    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.use_kl_loss=True"), {"kl.placement": "loss"}, []),
-    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.loss_agg_mode=token-mean"), {},
-     ["entropy", "entropy.coef", "kl", "kl.coef", "kl.estimator", "loss.clip_low", "loss.clip_high", "loss.delta"]),
+    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.use_kl_loss=True"), {"kl.placement": "loss"},
+     ["entropy", "loss.delta", "num_steps"]),
+    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.loss_agg_mode=token-mean"),
+     {"kl": None, "entropy": None, "loss.delta": 3.0, "num_steps": 9}, []),
+    ("v.sh", TINY_ZERO.format(f"{ACTOR}loss_agg_mode=token-mean {ACTOR}fsdp_config.grad_offload=True"), {},
+     ["entropy", "kl", "loss.delta", "num_steps"]),
     ("v.sh", TINY_ZERO.replace("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu").format(""),
      {"kl": None, "entropy": None, "loss.delta": 3.0}, []),
     ("e.yaml", NOISY, {"loss.clip_high": 0.2, "loss.delta": 0.0, "entropy.coef": 1e-3, "kl.placement": "loss",
@@ -959,7 +956,7 @@ UNKNOWN = [  # a file, and what it leaves unknown
     ("a.sh", V + OWN.replace("steps=9", "steps=$S"), ["num_steps"]),
     ("a.py", SCRIPT.format("beta=0.1"), []),
     ("a.py", SCRIPT.format("beta=args.beta"), ["kl"]),
-    ("a.py", SCRIPT.format("max_prompt_length=args.most"), ["data.max_prompt_tokens"]),
+    ("a.py", "# trl==0.23.1\n" + SCRIPT.format("max_prompt_length=args.most"), ["data.max_prompt_tokens"]),
     ("a.py", SCRIPT.format("eval_strategy='no', eval_steps=args.steps"), []),
 ]  # fmt: skip
 
@@ -968,7 +965,7 @@ def test_what_the_file_does_not_say_is_unknown_and_ends_with_one(tmp_path):
     for name, text, unknown in UNKNOWN:
         file = write(tmp_path, name, text)
         source = readers.read(file)
-        made = translate(source.table, source.keys)
+        made = translate(source.table, source.keys, pinned=source.pinned)
         assert (sorted(made.unknown()), sorted(unknown)) == (sorted(unknown), sorted(made.unknown())), text
         assert program.run(file, None, 0, 0) == int(bool(unknown)), text
         assert set(unknown) <= set(made.user_tasks())
@@ -1003,7 +1000,7 @@ def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
             key = key.replace("[*][*]", "**").replace("*", "anything")
             results = []
             # Whether the key stands there may prove a version.
-            for value in VALUES[1:] if system.older else VALUES:
+            for value in VALUES[1:] if system.releases.until else VALUES:
                 with contextlib.suppress(UserError, KeyError):
                     results.append(decided(context | {key: value}))
             unknown = translate(system, context | {key: Unread("args.x")}).unknown()
@@ -1044,7 +1041,7 @@ def test_flags_of_a_launcher_in_a_variable_are_not_named_as_lost(tmp_path):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_old_and_the_new_name_of_a_key_mean_the_same(name):
-    system = replace(SYSTEMS[name], older=())  # an old name may prove a version
+    system = replace(SYSTEMS[name], releases=Releases(""))  # an old name may prove a version
     for old, new in system.renamed.items():
         for value in (True, False, "gae", ["a"]):
             with contextlib.suppress(UserError):
@@ -1148,7 +1145,7 @@ def test_a_script_whose_config_comes_from_its_command_line_names_the_line(tmp_pa
         "GRPOTrainer(model_args.model_name_or_path, accuracy_reward, args=training_args)\n"
     )
     assert program.run(write(tmp_path, "grpo.py", script), None, 0, 0) == 1
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr())
     assert "line 2: parser.parse_args_and_config()" in printed
     wording(printed)
 

@@ -282,7 +282,7 @@ def test_a_run_with_images_of_a_family_that_is_here_is_complete(tmp_path, capsys
     # A name that says nothing of a tower: the run needs a model that has one.
     write(tmp_path, "run.sh", easyr1_script(tmp_path, "/models/of_last_week", words))
     assert program.run(tmp_path / "run.sh", None, 1000, 0) == 0
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: this run has ")]
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: this run has ")]
     wording(note)
 
 

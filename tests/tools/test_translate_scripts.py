@@ -98,7 +98,7 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     2>&1 | tee $EXPERIMENT_NAME.log
 """, {"group_size": 5, "env.most_searches": 2}, []),
     "torchrun in a comment's way.sh": (f"""torchrun --nproc_per_node=8 --nnodes 2 \\
-    train.py {TRL} \\
+    trl/scripts/grpo.py {TRL} \\
     --per_device_train_batch_size 2 \\
     # --num_generations 16 \\
     --beta 0.01
@@ -110,7 +110,7 @@ trl grpo $ARGS --use_peft --lora_r 8 --lora_dropout 0.1 --dtype bfloat16 --repor
 beta: ${{BETA:-0.02}}
 num_generations: 4
 EOF
-deepspeed --num_gpus=4 train.py {TRL} --config conf.yaml
+deepspeed --num_gpus=4 trl/scripts/grpo.py {TRL} --config conf.yaml
 """, {"kl.coef": 0.02, "group_size": 4, "prompts_per_step": 8}, []),
 }  # fmt: skip
 KEY = re.compile(r"(?<![\w./'\"-])[+~]*([a-z_]\w*(?:\.\w+)+)=(?!=)|(?<![\w-])--([a-z_]+)(?=[ =\n])")
@@ -289,7 +289,8 @@ PATCHED = [  # what a script imports, arguments of its config, fields, and what 
     (UNSLOTH + CLASSES, "num_generations=2, seed=1", {"seed": 1, "prompts_per_update": 4}, UNSURE),
     (UNSLOTH + CLASSES, "num_generations=3", {"prompts_per_step": 2, "group_size": 3}, UNSURE),  # the batch of 4 is 3
     (UNSLOTH + CLASSES, "num_generations=8", {}, UNSURE + BATCH),
-    (UNSLOTH + CLASSES, "max_prompt_length=9", {"seed": 3407, "rollout.max_completion_tokens": 256}, UNSURE + BATCH),
+    (UNSLOTH + CLASSES, "max_prompt_length=9", {"seed": 3407, "rollout.max_completion_tokens": 256},
+     [*UNSURE, *BATCH, "aggregate.mode", "model.dtype", "rollout.temperature", "rollout.top_k"]),
     (CLASSES, "num_generations=8", OF_TRL, []),
     (CLASSES + UNSLOTH, "num_generations=8", OF_TRL, []),  # the names keep TRL's own classes
     (f"try:\n    {UNSLOTH}except ImportError:\n    pass\n{CLASSES}", "num_generations=4", SURE, UNSURE),
@@ -367,7 +368,8 @@ def test_arguments_of_an_old_trainer_of_pairs_are_keys(tmp_path):
 
 
 VERSIONS = [  # the keys of a file, and its fields
-    ("grpo.yaml", "vllm_device: auto", {"kl.coef": 0.04, "rollout.temperature": 0.9, "prompts_per_step": 32}),
+    ("grpo.yaml", "vllm_device: auto", {"kl.coef": 0.04, "rollout.temperature": 0.9}),
+    ("grpo.yaml", "# trl==0.14.0", {"kl.coef": 0.04, "rollout.temperature": 0.9, "prompts_per_step": 32}),
     ("grpo.yaml", "vllm_device: auto\nlog_completions: true", {"kl.coef": 0.04, "prompts_per_step": 1}),
     ("grpo.yaml", "max_prompt_length: 99", {"rollout.max_completion_tokens": 256, "kl": None}),
     ("grpo.yaml", "", {"rollout.max_completion_tokens": 512, "kl": None, "prompts_per_step": 1}),
@@ -386,7 +388,7 @@ def test_a_key_of_an_old_version_brings_its_defaults(name, text, fields, tmp_pat
     common = "model_name_or_path: a/b\nmax_steps: 9\nper_device_train_batch_size: 4\nnum_processes: 1\n"
     (path := tmp_path / name).write_text(common + "num_generations: 4\n" * (name == "grpo.yaml") + text)
     source = readers.read(path)
-    made = translate(source.table, source.keys)
+    made = translate(source.table, source.keys, pinned=source.pinned)
     assert {field: made.fields().get(field) for field in fields} == fields
     assert bool(made.notes) == (text not in ("", "loss_type: simpo"))
 
@@ -397,7 +399,7 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
     assert "prompts_per_step" in translate(source.table, source.keys).unknown()
     assert "prompts_per_step" not in translate(source.table, source.keys, processes=2).unknown()
     for launch, count in (("accelerate launch", 0), ("deepspeed", 0), ("trl grpo", 0), ("python", 1), ("torchrun", 1)):
-        program = "" if launch == "trl grpo" else "train.py"
+        program = "" if launch == "trl grpo" else "trl/scripts/grpo.py"
         (script := tmp_path / "run.sh").write_text(f"{launch} {program} {TRL} --num_generations 4\n")
         one = readers.read(script)
         assert ("prompts_per_step" in translate(one.table, one.keys).unknown()) == (count == 0), launch
@@ -409,7 +411,7 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
 def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):
     (tmp_path / "x.yaml").write_text("model_name_or_path: a/b\nbeta: 0.1\nper_device_train_batch_size: 4\n")
     launch = "accelerate launch --num_processes 2 scripts/run_dpo.py "
-    for command, beta in product((launch, launch + "train ", "python cli.py dpo "), (0.1, 0.5)):
+    for command, beta in product((launch, launch + "train ", "python trl/scripts/cli.py dpo "), (0.1, 0.5)):
         (path := tmp_path / "run.sh").write_text(f"{command}x.yaml" + f" --beta={beta}" * (beta != 0.1))
         source = readers.read(path)
         assert source.table.name == "TRL's DPO" and source.lost == ()
@@ -422,14 +424,14 @@ def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):
 def test_patterns_of_a_parser_of_a_script_are_no_keys(tmp_path):
     (path := tmp_path / "run.sh").write_text(
         'while [ $# -gt 0 ]; do\n  case "$1" in\n    --learning_rate) LR="$2"; shift 2 ;;\n'
-        '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python train.py {TRL}\n"
+        '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python trl/scripts/grpo.py {TRL}\n"
     )
     assert readers.read(path).lost == ()
 
 
 def test_a_place_for_a_path_is_not_read(tmp_path):
     (path := tmp_path / "run.sh").write_text(
-        "MODEL='<your/model>'\npython train.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
+        "MODEL='<your/model>'\npython trl/scripts/grpo.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
         "    --dataset_name <DATA-DIR>/train.jsonl --reward_funcs accuracy_reward --max_steps 20 <in.txt > out.log\n"
     )
     (tmp_path / "grpo.yaml").write_text("model_name_or_path: <MODEL>\nreward_funcs: [accuracy_reward]\nbeta: 0.1\n")
@@ -438,3 +440,25 @@ def test_a_place_for_a_path_is_not_read(tmp_path):
         made = translate(source.table, source.keys)
         assert unknown <= made.unknown().keys() and "reward.functions" not in made.unknown() and source.lost == ()
     assert readers.read(path).keys["max_steps"] == 20
+
+
+PINS = [  # a text before the keys, fields of its config, and what is unknown
+    ("# trl==0.16.1", {"rollout.temperature": 0.9, "rollout.top_k": 50, "kl.coef": 0.04}, set()),
+    ("# pip install trl[vllm]==0.23.1", {"rollout.temperature": 1.0, "kl": None, "model.dtype": "bfloat16"}, set()),
+    ("# trl 0.15", {"aggregate.mode": "sequence_mean", "kl.coef": 0.04}, {"rollout.top_k"}),
+    ("max_prompt_length: 99", {}, {"rollout.temperature", "rollout.top_k", "kl", "model.dtype", "aggregate.mode"}),
+    ("max_prompt_length: 99\nepsilon: 0.2", {}, {"rollout.temperature", "rollout.top_k", "kl", "model.dtype"}),
+    ("max_prompt_length: 99\nsteps_per_generation: 2", {"rollout.temperature": 1.0}, {"kl", "model.dtype"}),
+    ("max_prompt_length: 99\ngeneration_kwargs: {}\nbf16: true", {"kl": None, "rollout.temperature": 1.0}, set()),
+    ("", {"kl": None, "rollout.temperature": 1.0}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "fields", "unknown"), PINS)
+def test_a_default_of_several_releases_is_the_users(text, fields, unknown, tmp_path):
+    common = "model_name_or_path: a/b\nmax_steps: 9\nnum_processes: 1\nnum_generations: 4\nreward_funcs: [accuracy]\n"
+    (path := tmp_path / "grpo.yaml").write_text(f"{text}\n{common}dataset_name: c/d\n")
+    source = readers.read(path)
+    made = translate(source.table, source.keys, pinned=source.pinned)
+    assert {field: made.fields().get(field) for field in fields} == fields
+    assert set(made.unknown()) == unknown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
@@ -33,7 +34,9 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
         )
     if to and to.suffix != ".py":
         raise UserError(f"--to {to}: must be a new file that ends with .py")
-    translation = translate(source.table, source.keys, rows=rows, processes=processes, referred=source.referred)
+    translation = translate(
+        source.table, source.keys, rows=rows, processes=processes, referred=source.referred, pinned=source.pinned
+    )
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
     written = ""
     if to:
@@ -46,24 +49,29 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     else:
         print(text)
     refusal = images.refusal(source.keys)
-    print_first(source, translation, refusal)
-    print_keys(translation, file)
-    print_tasks(translation)
-    # The checks import JAX, which takes longer than the translation that is printed above.
-    from jaxrl_llm.tools.translate import lint
+    # The output is a config alone if it has one, so that it can be sent to a file.
+    with redirect_stdout(sys.stdout if to else sys.stderr):
+        print_first(source, translation, refusal)
+        print_keys(translation, file)
+        print_tasks(translation)
+        # The checks import JAX, which takes longer than the translation that is printed above.
+        from jaxrl_llm.tools.translate import lint
 
-    subject = f"{written}the checks {'of all but the model ' if refusal else ''}"
-    passes = lint.check(text, translation.user_tasks(), subject)
+        subject = f"{written}the checks {'of all but the model ' if refusal else ''}"
+        passes = lint.check(text, translation.user_tasks(), subject)
     # A task such as moving a function does not count, because `train` refuses the config until it is done.
     return int(bool(not passes or refusal or source.lost or translation.unknown()))
 
 
 def print_first(source: readers.ForeignConfig, translation: Translation, refusal: str) -> None:
     """Prints the version of the file, why the run may be another one, and notes on its values."""
+    table = translation.table
     lines = [f"version: {note}" for note in translation.notes]
     lines += [f"not supported: {refusal}: train refuses the config"] if refusal else []
     lines += [f"not read as a setting: {line}" for line in source.lost]
     lines += [f"note: {note}" for note in (*source.notes, images.note(source.keys)) if note]
+    if table.releases.history and not translation.notes:
+        lines.append(f"version: the file shows none, so the defaults are those of {table.version}{table.releases.hint}")
     for line in lines:
         _say(line)
 
@@ -86,7 +94,7 @@ def print_tasks(translation: Translation) -> None:
     """Prints what is left to the user."""
     fields, tasks = translation.fields(), translation.user_tasks()
     for reason, names in writer.names_by_reason(tasks).items():
-        is_key = names[0] in translation.outcomes and names[0] not in fields
+        is_key = names[0] in translation.outcomes.keys() | translation.table.rules.keys() - fields.keys()
         _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {reason}")
 
 

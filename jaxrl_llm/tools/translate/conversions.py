@@ -38,7 +38,8 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     registered = {name: name.rpartition(".")[2] for name in names if is_registered(name)}
     known_names = {name: REWARDS[short][0] for name, short in registered.items() if short in REWARDS}
     names = [name.removeprefix("__main__.") for name in names]
-    own_names = {name: name if "." in name else f"my_rewards.{name}" for name in names}
+    heads = {name: name.partition("(")[0] for name in names}  # without arguments
+    own_names = {name: name if "." in head else f"my_rewards.{name}" for name, head in heads.items()}
     functions = tuple((own_names | known_names)[name] for name in names)
     fields = reward_fields(functions, weights)
     if columns := {REWARDS[registered[name]][1] for name in known_names} - {""}:
@@ -46,12 +47,13 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     unknown = [name for name in names if name not in known_names]
     if not unknown:
         return fields, {}
-    alone = [name for name in unknown if "." not in name]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in unknown if "." in name)
+    alone = [heads[name] for name in unknown if "." not in heads[name]]
+    modules = dict.fromkeys(heads[name].rpartition(".")[0] for name in unknown if "." in heads[name])
     tasks = [f"move {', '.join(alone)} to a module my_rewards.py beside this file"] if alone else []
     tasks += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
     reason = f"{'; '.join(tasks)}; jaxrl_llm accepts the signature of TRL"
-    return fields, {"reward.functions": reason} | ({"eval.function": "as above"} if names[0] in unknown else {})
+    is_own = fields["eval.function"] not in known_names.values()
+    return fields, dict.fromkeys(["reward.functions", *["eval.function"] * is_own], reason)
 
 
 def is_registered(name: str) -> bool:
@@ -61,11 +63,10 @@ def is_registered(name: str) -> bool:
 
 def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None) -> dict[str, Any]:
     """Returns the reward fields for functions of jaxrl_llm."""
-    return {
-        "reward.functions": functions,
-        "reward.weights": tuple(map(float, weights)) if weights else (1.0,) * len(functions),
-        "eval.function": functions[0],
-    }
+    all_weights = tuple(map(float, weights or [1.0] * len(functions)))
+    # The function with the largest weight judges an evaluation.
+    best = max(range(len(functions)), key=lambda i: all_weights[i])
+    return {"reward.functions": functions, "reward.weights": all_weights, "eval.function": functions[best]}
 
 
 def reward_model(path: str, reason: str) -> Outcome:
@@ -79,7 +80,7 @@ def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Out
     arguments_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     call = f"my_rewards.{function}({arguments_text})" if arguments_text else f"my_rewards.{function}"
     task = f"copy {path} to my_rewards.py beside this file; jaxrl_llm accepts its signature (docs/rewards.md)"
-    tasks = {"reward.functions": task, "eval.function": "as above"}
+    tasks = {"reward.functions": task, "eval.function": task}
     return Outcome("changed", reward_fields((call,)), f"{path} is not read", tasks)
 
 

@@ -42,7 +42,8 @@ class DocumentKeys:
     """The keys of a config file, or of a training command, with their values.
 
     lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    to which other keys refer; program: kind of TRL's trainer that the name of the program says, "" if none.
+    to which other keys refer; program: kind of TRL's trainer that the program or its name says, "" if none;
+    program_text: text of the program if it is read.
     """
 
     values: dict[str, Any]
@@ -50,6 +51,7 @@ class DocumentKeys:
     notes: list[str] = field(default_factory=list)
     referred: set[str] = field(default_factory=set)
     program: str = ""
+    program_text: str = ""
 
 
 class Loader(yaml.SafeLoader):

@@ -13,9 +13,6 @@ from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names, read_rows, trainer_table
 
 MODEL = "worker.actor.model."
-OLDER = ("of spring 2025", 2025.3)  # name and last date of the versions of the column `was`
-
-
 ROWS = read_rows("easyr1")
 FAMILY = family.Family(
     rows=ROWS,

@@ -112,11 +112,37 @@ class Family:
         if keys[self.total_steps]:
             return Outcome("no effect", reason=f"{self.total_steps} is set")
         # veRL's loader drops the last, smaller batch of each epoch.
-        num_steps = int(value) * (keys.rows // self.prompts(keys))
-        if not num_steps:
+        num_steps = int(value) * (keys.rows // self.prompts(keys)) - int(keys["(uncounted)"])
+        if num_steps <= 0:
             return unknown_steps(f"trainer.total_epochs = {value}: {value} x rows // prompts_per_step")
         reason = f"{value} epochs of {keys.rows} rows in steps of {self.prompts(keys)} prompts, the last ones dropped"
         return Outcome("changed", {"num_steps": num_steps}, reason)
+
+    def steps(self, value: Any, keys: Keys) -> Outcome:
+        """Translates the number of steps of the run to `num_steps`."""
+        uncounted = int(keys["(uncounted)"])
+        reason = f"veRL until 0.2 and Search-R1 end after {int(value) - uncounted} rollouts" * uncounted
+        return Outcome("changed" if reason else "mapped", {"num_steps": int(value) - uncounted}, reason)
+
+    def critic_warmup(self, row: Row, value: Any, keys: Keys) -> Outcome:
+        """Translates `critic_warmup`, the rollout from which the policy learns, to `critic.warmup_steps`."""
+        frozen, reason = max(int(value or 0) - 1, 0), f"the policy learns from rollout {value} on"
+        if keys["algorithm.adv_estimator"] == "gae":
+            return Outcome("changed" if value else "mapped", {row.field: frozen}, reason)
+        if not frozen:
+            return Outcome("no effect", reason="the policy learns from the first rollout on")
+        return unsupported(row.key, f"{reason}, also without a critic")
+
+    def schedule(self, row: Row, value: Any, keys: Keys) -> Outcome:
+        """Translates `lr_scheduler_type` or `warmup_style` to the decay of the learning rate."""
+        name = str(value or "constant")
+        if name not in ("constant", "cosine", "linear"):
+            return unsupported(row.field, f"it is one of constant, cosine and linear, not {name}")
+        if keys["(schedules)"] == "all" or name == "constant":
+            return Outcome("mapped", {row.field: name})
+        return Outcome(
+            "changed", {row.field: "constant"}, f"veRL until 0.3 and Search-R1 never build a {name} schedule"
+        )
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_warmup_steps`, in rollouts in veRL, to `optim.warmup_steps`, in optimizer steps."""
@@ -184,6 +210,10 @@ class Family:
 
     def kl_part(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates the coefficient or the estimator of the KL penalty to `kl.coef` or `kl.estimator`."""
+        # In the loss, EasyR1's older pair of keys wins over the pair for both.
+        own = {"kl_coef": "kl_loss_coef", "kl_penalty": "kl_loss_type"}.get(row.name)
+        if own and self.in_loss(keys) and keys[f"{self.policy}{own}"] is not None:
+            return Outcome("no effect", reason=f"{self.policy}{own} is read")
         outcome = self.kl_switch(value, keys)
         if row.field in outcome.fields:
             outcome = replace(outcome, fields={row.field: outcome.fields[row.field]})

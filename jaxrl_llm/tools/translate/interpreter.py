@@ -258,6 +258,8 @@ class Interpreter(ABC):
                 return "".join(map(str, texts)) if is_literal(texts) else Unread(snippet(node))
             case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.BoolOp():
                 return self.computed(node)
+            case ast.IfExp(test=test, body=body, orelse=orelse) if is_literal(holds := self.value(test)):
+                return self.value(body if holds else orelse)
             case ast.NamedExpr(target=target, value=value):
                 self.bind(target, result := self.value(value))
                 return result

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from jaxrl_llm.config.names import closest
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tools.translate.releases import LATEST, MISSING, Release, Releases, first_key, matches, release_name
 
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
 T = TypeVar("T")  # value that `Keys.with_unread_keys` computes
@@ -90,30 +91,13 @@ class Keys:
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
 
 
-def matches(key: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a key of a config is one of `patterns`, which are names or have a *."""
-    return key in patterns or any("*" in pattern and fnmatchcase(key, pattern) for pattern in patterns)
-
-
 @dataclass(frozen=True)
 class Version:
-    """Older versions of another trainer that had other defaults, which apply to a file with a key of `only_keys`."""
+    """Another edition of a trainer, such as Unsloth's, whose defaults apply to a file with a key of `only_keys`."""
 
     name: str
-    only_keys: tuple[str, ...]  # names or patterns of keys that no later version has, or A+B for two keys
+    only_keys: tuple[str, ...]  # names or patterns of keys
     defaults: dict[str, Any]  # defaults that differ from the table; `Unread` if the key does not say which one applies
-    later_keys: tuple[str, ...] = ()  # names or patterns of keys that came after these versions
-
-
-def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
-    """Returns the key of a file that matches the first possible pattern; "" if none does. A+B matches two keys."""
-    # A generated file lists the keys of all versions, and has null for the keys of other versions.
-    present = [key for key, value in values.items() if value is not None]
-    for pattern in patterns:
-        matching = [next((key for key in present if matches(key, (part,))), "") for part in pattern.split("+")]
-        if all(matching):
-            return matching[0]
-    return ""
 
 
 @dataclass(frozen=True)
@@ -128,8 +112,8 @@ class TrainerTable:
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {key: fields that it decides}
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
-    older: tuple[Version, ...] = ()  # the first one with one of its `only_keys` in the file applies
-    patches: tuple[Version, ...] = ()  # such as Unsloth; each one with one of its `only_keys` in the file applies too
+    releases: Releases = field(default_factory=lambda: Releases(""))
+    patches: tuple[Version, ...] = ()  # each that shows in a key of the file applies, such as Unsloth's defaults
     absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
     def knows(self, key: str) -> bool:
@@ -179,6 +163,9 @@ class Translation:
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
     notes: tuple[str, ...] = ()  # sentences about the version that the file is for
+    differing: Mapping[str, str] = field(
+        default_factory=dict
+    )  # {field: its values in releases that the file may be for}
 
     def fields(self) -> dict[str, Any]:
         """Returns the jaxrl_llm fields that the translation sets. A key of the file wins over a default.
@@ -213,6 +200,7 @@ class Translation:
             unfinished = {name: reason for name, reason in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
                 unfinished |= getattr(outcome, attribute)
+        unfinished = {**self.differing, **unfinished} if attribute == "unknown" else unfinished
         # A section that is None has no fields to complete.
         sections = tuple(f"{name}." for name, x in self.fields().items() if x is None and name not in unfinished)
         return {name: reason for name, reason in unfinished.items() if not name.startswith(sections)}
@@ -229,11 +217,13 @@ def translate(
     rows: int = 0,
     processes: int = 0,
     referred: Set[str] = frozenset(),
+    pinned: str = "",
 ) -> Translation:
     """Translates the keys of another trainer's file, and the defaults of the keys that it does not have.
 
     table: table of the trainer; values: {key: value} of the file; rows: number of training rows, 0 if unknown;
-    processes: number of the launcher's processes, 0 if unknown; referred: keys to which other keys of the file refer.
+    processes: number of the launcher's processes, 0 if unknown; referred: keys to which other keys of the file refer;
+    pinned: version of the trainer that the file names, "" if it names none.
     Raises: UserError, for a value of a wrong type.
     """
     names = {key: table.renamed.get(key, key) for key in values}  # {key of the file: its name in the newest version}
@@ -244,60 +234,70 @@ def translate(
         if values[key] is not None or names[key] not in current:
             current[names[key]] = table.respelled.get(key, {}).get(str(values[key]), values[key])
             origins[names[key]] = key
-    table, current, notes = with_file_version(table, values, current)
-    keys = Keys(current, table.defaults, rows=rows, processes=processes)
-    outcomes = {
-        key: Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set") for key in values
-    }
-    outcomes |= {key: _outcome(name, current[name], table, keys) for name, key in origins.items()}
-    # A key that the table does not have is no error if other keys refer to it, because its value is theirs.
-    outcomes |= {key: REFERENCE_ONLY for key in referred & outcomes.keys() if not table.knows(key)}
-    # Keys of later versions are refused in the file, but their defaults count.
-    default_table = replace(table, absent=())
-    defaults = {
-        key: _outcome(key, current.get(key, value), default_table, keys)
-        for key, value in (table.defaults | current).items()
-        if key not in origins
-    }
-    return Translation(table, table.base(keys), outcomes, defaults, notes)
+    possible, notes = table.releases.possible(values, pinned)
 
-
-def with_file_version(
-    table: TrainerTable, values: Mapping[str, Any], current: dict[str, Any]
-) -> tuple[TrainerTable, dict[str, Any], tuple[str, ...]]:
-    """Finds the version of the trainer that a file is for, and returns its table, the values, and a note for the user.
-
-    values: {key of the file: value}; current: {newest name of a key: value}. If the file has keys of an older version,
-    the table has the defaults of that version. If it has keys of an older and of a later version, the defaults that
-    differ between them become `Unread` values.
-    """
-    older = [version for version in table.older if first_key(version.only_keys, values)][:1]
-    notes: list[str] = []
-    for version in (*older, *(patch for patch in table.patches if first_key(patch.only_keys, values))):
-        older_key, later_key = first_key(version.only_keys, values), first_key(version.later_keys, values)
-        different_defaults = {
-            key: x for key, x in version.defaults.items() if key not in current and x != table.defaults.get(key)
+    def translated_at(at: Release) -> Translation:
+        """Translates the file with the defaults of one release of the trainer."""
+        own_table, own_values, own_notes = with_defaults_of(at, table, values, current)
+        keys = Keys(own_values, own_table.defaults, rows=rows, processes=processes)
+        outcomes = {
+            key: Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set") for key in values
         }
-        known_defaults = {key: value for key, value in version.defaults.items() if not isinstance(value, Unread)}
-        defaults_text = (
-            ", ".join(f"{key} = {known_defaults[key]}" for key in different_defaults if key in known_defaults)
-            or "none that matters"
-        )
-        note = f"{older_key} shows that the file is for {table.name} {version.name}"
-        # A key that only an older version has proves the version by its presence, whatever its value is.
-        if known_defaults and (later_key or (version not in older and isinstance(values[older_key], Unread))):
-            doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
-            notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {defaults_text}")
-            different_defaults = {
-                key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}")
-                for key, x in different_defaults.items()
-            }
+        outcomes |= {key: _outcome(name, current[name], own_table, keys) for name, key in origins.items()}
+        # A key that the table does not have is no error if other keys refer to it, because its value is theirs.
+        outcomes |= {key: REFERENCE_ONLY for key in referred & outcomes.keys() if not table.knows(key)}
+        # Keys of later versions are refused in the file, but their defaults count.
+        default_table = replace(own_table, absent=())
+        defaults = {
+            key: _outcome(key, own_values.get(key, value), default_table, keys)
+            for key, value in (own_table.defaults | own_values).items()
+            if key not in origins
+        }
+        return Translation(own_table, own_table.base(keys), outcomes, defaults, (*notes, *own_notes))
+
+    translations = {at: translated_at(at) for at in possible}
+    return replace(translations[possible[-1]], differing=differing_fields(translations))
+
+
+def with_defaults_of(
+    at: Release, table: TrainerTable, values: Mapping[str, Any], current: dict[str, Any]
+) -> tuple[TrainerTable, dict[str, Any], list[str]]:
+    """Returns the table with the defaults of a release and of patches such as Unsloth's, the values, and notes.
+
+    values: {key of the file: value}; current: {newest name of a key: value}. A default that is not known is `Unread`.
+    """
+    notes: list[str] = []
+    versions = [(Version(release_name(at), (), table.releases.defaults_at(at)), "", True)] * (at != LATEST)
+    patch_keys = ((patch, first_key(patch.only_keys, values)) for patch in table.patches)
+    for version, key, value in versions + [(patch, key, values[key]) for patch, key in patch_keys if key]:
+        own = {name: x for name, x in version.defaults.items() if name not in current and x != table.defaults.get(name)}
+        known = {name: x for name, x in version.defaults.items() if not isinstance(x, Unread)}
+        listed = ", ".join(f"{name} = {known[name]}" for name in own if name in known) or "none that matters"
+        if known and isinstance(value, Unread):
+            notes.append(f"{key} shows {version.name}, if {value}. It is not known which defaults apply: {listed}")
+            own = {name: Unread(f"{x} {version.name}, else {table.defaults.get(name)}") for name, x in own.items()}
         elif version.name:
-            name = version.name if version in older else f"{table.version} {version.name}"
-            table = replace(table, version=name, defaults=table.defaults | known_defaults)
-            notes.append(f"{note}. Its defaults apply: {defaults_text}")
-        current = current | {key: value for key, value in different_defaults.items() if isinstance(value, Unread)}
-    return table, current, tuple(notes)
+            defaults = {name: x for name, x in (table.defaults | known).items() if x != MISSING}
+            name = f"{table.version} {version.name}" if key else version.name
+            table = replace(table, version=name, defaults=defaults)
+            notes.append(f"the defaults {version.name if key else f'of {name}'} apply: {listed}")
+        current = current | {name: x for name, x in own.items() if isinstance(x, Unread)}
+    return table, current, notes
+
+
+def differing_fields(translations: Mapping[Release, Translation]) -> dict[str, str]:
+    """Returns {field: its values} of the fields that the possible releases of a file give different values."""
+    every = [one.fields() for one in translations.values()]
+    off = {name for fields in every for name, x in fields.items() if x is None}
+    names = dict.fromkeys(name for fields in every for name in fields if name.rpartition(".")[0] not in off)
+    differing: dict[str, str] = {}
+    for name in names:
+        # A section that is not None has no value of its own.
+        texts = [repr(fields[name]) if name in fields else "a section" for fields in every]
+        ends = [i for i, text in enumerate(texts) if [*texts, ""][i + 1] != text]
+        spans = [f"{texts[i]} until {release_name([*translations][i])}" for i in ends[:-1]]
+        differing |= {name: f"{', '.join(spans)}, then {texts[-1]}"} if spans else {}
+    return differing
 
 
 def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:

@@ -14,13 +14,15 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, script_calls, search_r1, shell, trl, verl
-from jaxrl_llm.tools.translate.outcome import TrainerTable, matches
+from jaxrl_llm.tools.translate.outcome import TrainerTable
+from jaxrl_llm.tools.translate.releases import matches
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import ShellCommand
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
+from jaxrl_llm.tools.translate.table import SENTENCES, read_names
 
-# A key of any trainer.
-KEY = re.compile(r"[\w./@-]+")
+# A key of any trainer, or of a script of TRL, such as trainer.model.my_function().
+KEY = re.compile(r"[\w./@-]+|(trainer\.|[*][*]).*")
 # An argument section.key=value of veRL, EasyR1 or Search-R1.
 SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 # A module of Python, as after `python -m`.
@@ -29,6 +31,8 @@ MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 SECTION_TRAINERS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 # First words of these keys, such as actor_rollout_ref.
 FIRST_SECTIONS = {key.split(".")[0] for table in SECTION_TRAINERS for key in table.rules if "." in key}
+# {pattern of the file of a program that the tables describe: what it does besides its options}
+KNOWN_PROGRAMS = read_names("programs")
 # {part of the name of a TRL program: key of trl.TRL_TRAINERS}
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 # TRL's keys that change a run, which are --flags of its command line.
@@ -46,7 +50,7 @@ class ForeignConfig:
     """The keys of a config or script, and the table of the trainer that they are for.
 
     lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    to which other keys refer.
+    to which other keys refer; pinned: version of the trainer that the text names, "" if it names none.
     """
 
     table: TrainerTable
@@ -54,6 +58,7 @@ class ForeignConfig:
     lost: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     referred: frozenset[str] = frozenset()
+    pinned: str = ""
 
 
 def read(path: Path) -> ForeignConfig:
@@ -70,23 +75,32 @@ def read(path: Path) -> ForeignConfig:
 
 def _read(path: Path, text: str) -> ForeignConfig:
     """Reads the text of a config or script by the suffix of its path: .py, .json, .yaml, or else a shell script."""
-    if path.suffix == ".py":
-        kind, values, lost, notes = read_script(path, text)
-        return ForeignConfig(trl.TRL_TRAINERS[kind], values, tuple(lost), tuple(notes))
     is_document = path.suffix in (".json", ".yaml", ".yml")
-    keys = documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
+    if path.suffix == ".py":
+        keys = read_script(path, text)
+    else:
+        keys = (
+            documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
+        )
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must not have other characters, such as line breaks.
     if wrong := next((key for key in values if not KEY.fullmatch(key)), ""):
         raise UserError(f"{path}: {wrong!r} is no config key: name a config of TRL, veRL, EasyR1 or Search-R1")
-    table = detect(path, values, keys.lost)
-    if table in trl.TRL_TRAINERS.values():
-        # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
-        if path.suffix != ".sh" and not values.keys() & {"num_processes", "world_size"}:
-            values["num_processes"] = None
-        # Most keys belong to all trainers of TRL, so the name of the program decides.
-        table = trl.TRL_TRAINERS.get(keys.program, table)
-    return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
+    # Most keys belong to all trainers of TRL, so the program decides.
+    table = trl.TRL_TRAINERS.get(keys.program) or detect(path, values, keys.lost)
+    # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
+    if is_document and table in trl.TRL_TRAINERS.values() and not values.keys() & {"num_processes", "world_size"}:
+        values["num_processes"] = None
+    pinned = pinned_version(table, f"{text}\n{keys.program_text}")
+    return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred), pinned)
+
+
+def pinned_version(table: TrainerTable, text: str) -> str:
+    """Returns the version of the trainer that a text names, as in trl==0.16.1 or "# trl 0.16"; "" if it names none."""
+    match = re.search(
+        rf"\b{table.releases.package}(?:\[[\w,]+\])?(?:==|~=| v?|@v|-)(\d+\.\d+(?:\.\d+)?)\b", text, re.IGNORECASE
+    )
+    return match[1] if match and table.releases.history else ""
 
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> TrainerTable:
@@ -136,8 +150,8 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
     lost = unreached(script, {LAUNCHER_KEY.sub("", key) for keys in rounds for key in keys.values})
     code = (text for command in script.commands for text in (*command.words, *script.files.values()))
     if not rounds and (program := next(filter(MAKES_CONFIG.search, code), "")):
-        kind, values, of_program, notes = read_script(Path(f"the Python code in {path}"), program)
-        return documents.DocumentKeys(values, of_program, [*script.notes, *notes], program=kind)
+        keys = read_script(Path(f"the Python code in {path}"), program)
+        return replace(keys, notes=[*script.notes, *keys.notes])
     if not rounds:
         unreached_line = f" that runs ({lost[0]} belongs to no command that runs)" if lost else ""
         raise UserError(
@@ -196,10 +210,13 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
         return None
     # The word after -m or trl is a module or a command of trl, and no argument.
     inside = words[start + 1 + (words[start] in ("-m", "trl")) :]
+    # The file of a module is program_file too.
+    program_file = f"{words[start + 1].replace('.', '/')}.py" if words[start] == "-m" else words[start]
+    known_note = next((note for pattern, note in KNOWN_PROGRAMS.items() if re.search(pattern, program_file)), None)
     hydra, unkeyed = arguments.keys_of(inside)
     if any(key.split(".")[0] in documents.SECTIONS for key in hydra) or "--config-name" in hydra:
         keys = documents.with_files(path, {key: arguments.value_of(value) for key, value in hydra.items()}, files)
-        keys.lost += _unkeyed(unkeyed)
+        keys.lost += _unkeyed(unkeyed) + [f"{program_file}: {SENTENCES['OTHER_MAIN']}"] * (known_note is None)
         return documents.with_references(keys)
     options, unkeyed = arguments.flags(inside)
     values: dict[str, Any] = {}
@@ -212,16 +229,40 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
     keys = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
     trl_keys = [key for key in keys.values if key != "config" or program]
-    if not any(table.knows(key) for table in trl.TRL_TRAINERS.values() for key in trl_keys):
+    file = documents.find_file(path, program_file, files) if known_note is None else None
+    has_trl_key = any(table.knows(key) for table in trl.TRL_TRAINERS.values() for key in trl_keys)
+    # All options may be the program's own.
+    if not has_trl_key and not (file and MAKES_CONFIG.search(file[1])):
         return None
-    for key, value in launchers.flags(path, words[: start + 1], files).items():
-        keys.values.setdefault(key, value)
     keys.program = program
-    if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
-        keys.values["wandb_project"] = arguments.value_of(" ".join(project))
     known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
+    if known_note is None:
+        _follow_program(program_file, file, keys)
+    keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
+    for key, value in launchers.flags(path, words[: start + 1], files).items():
+        keys.values.setdefault(key, value)
+    if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
+        keys.values["wandb_project"] = arguments.value_of(" ".join(project))
     return keys
+
+
+def _follow_program(name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys) -> None:
+    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read."""
+    if not file:
+        keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
+        return
+    try:
+        script = read_script(*file, keys.values)
+    except UserError as error:
+        keys.lost.append(f"{name}: this program is not followed ({error})")
+        return
+    # A setting of the script wins over the option of the command that is another name of it.
+    renamed, values = trl.TRL_TRAINERS[script.program].renamed, script.values
+    keys.values = {renamed[key] if renamed.get(key) in values else key: x for key, x in values.items()}
+    keys.program, keys.program_text = script.program, script.program_text
+    keys.lost += script.lost
+    keys.notes += [f"{name} is read, with the options of the command", *script.notes]
 
 
 def _unkeyed(words: Sequence[str]) -> list[str]:

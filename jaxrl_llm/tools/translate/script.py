@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import script_calls
+from jaxrl_llm.tools.translate.documents import DocumentKeys
 from jaxrl_llm.tools.translate.interpreter import ScriptObject, place_of, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS
@@ -20,11 +21,13 @@ from jaxrl_llm.tools.translate.table import WORDS
 TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
 
-def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
-    """Returns the kind of the trainer, the keys of the script, lines that belong to no key, and notes on values.
+def read_script(path: Path, text: str, options: dict[str, Any] | None = None) -> DocumentKeys:
+    """Returns the keys of a script of TRL, with the kind of its trainer as their program.
 
     Arguments of the trainer are keys that begin with "trainer.". The value of a function or a data set is its name, and
     any other value that is no literal is `Unread`. An unknown call that changes an object is a key too.
+    options: options of the command that starts the script; None if no command is known. An option that the script reads
+    itself becomes a key that begins with "program.".
     Raises: UserError, if the script is no Python, or makes no config of a trainer of TRL.
     """
     try:
@@ -37,7 +40,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
         lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
-    run = _followed(tree)
+    run = _followed(tree, options)
     configs = (item for item in run.items if item.kind == "config")
     config = next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
@@ -61,12 +64,14 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     for name, value in arguments.items():
         keys |= argument_keys(f"trainer.{name}", value)
     keys |= _steps("trainer", trainer) if trainer else {}
-    return str((trainer or config).value), keys, lost, run.notes  # pyright: ignore[reportOptionalMemberAccess]
+    keys |= {f"program.{name}": value for name, value in run.own_options.items()}
+    kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
+    return DocumentKeys(keys, lost, run.notes, program=kind, program_text=text)
 
 
-def _followed(tree: ast.Module) -> script_calls.ScriptRun:
+def _followed(tree: ast.Module, options: dict[str, Any] | None) -> script_calls.ScriptRun:
     """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
-    run = script_calls.ScriptRun()
+    run = script_calls.ScriptRun(options)
     with suppress(script_calls.TrainingStarts):
         run.follow(tree.body)
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
@@ -75,7 +80,7 @@ def _followed(tree: ast.Module) -> script_calls.ScriptRun:
         is_needed = not any(item.kind == "trainer" for item in run.items)
         if is_needed and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys():
             with suppress(script_calls.TrainingStarts):
-                run.follow_function(function, {}, function)
+                run.follow_function(function, dict(options or {}), function)
     return run
 
 

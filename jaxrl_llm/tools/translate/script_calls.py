@@ -59,8 +59,10 @@ def unread_config(kind: str, node: ast.Call) -> ScriptObject:
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: dict[str, Any] | None) -> None:
         super().__init__()
+        self.options = options  # options of the command that starts the script; None if no command is known
+        self.own_options = dict(options or {})  # options that are no settings of a config of TRL
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
         self.notes: list[str] = []
         self.depth = 0  # calls of functions of the script inside each other
@@ -112,8 +114,6 @@ class ScriptRun(Interpreter):
                 owner[:] = [Unread(place_of(node))]
             case dict() if name not in WORDS["reading_methods"]:
                 return self.changed_entries(owner, name, arguments, node)
-            case ScriptObject(kind="name", value="os.environ") if name == "setdefault":
-                return self.environment.setdefault(str(first), arguments.get("1"))
             case ScriptObject(kind="parser"):
                 return self.parse_arguments(owner, name, arguments, node)
             case ScriptObject(kind="trainer") if name == "train":
@@ -166,6 +166,9 @@ class ScriptRun(Interpreter):
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
+        if function.value == "os.environ.setdefault":
+            variable, value = [*self.arguments(node).values(), "", ""][:2]
+            self.environment = {str(variable): value} | self.environment
         if function.value == "wandb.init":
             # transformers keeps a run that the script began.
             self.environment |= {f"WANDB_{key.upper()}": value for key, value in self.arguments(node).items()}
@@ -284,6 +287,15 @@ class ScriptRun(Interpreter):
 
     call_load_from_disk = call_load_dataset
 
+    def call_partial(self, parent: str, node: ast.Call) -> Any:
+        """Interprets partial(function, a=1) of a function of the script, such as a reward with its arguments."""
+        arguments = self.arguments(node)
+        function = arguments.pop("0", None)
+        if isinstance(function, ScriptObject) and function.kind in ("function", "name") and is_literal(arguments):
+            text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            return ScriptObject("function", f"{function.value}({text})")
+        return self.changing_call("partial", [function, *arguments.values()], node)
+
     def call_dict(self, parent: str, node: ast.Call) -> Any:
         """Interprets dict(mapping, a=1); a dict of pairs is `Unread`."""
         arguments = self.arguments(node)
@@ -322,17 +334,38 @@ class ScriptRun(Interpreter):
             parser.keys |= arguments
         if name not in WORDS["parse_methods"]:
             return Unread(snippet(node))
-        self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
+        if self.options is None:
+            self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
         if parser.value is None:
-            options = ScriptObject("object", snippet(node), parser.keys)
+            given = {option: x for option, x in self.own_options.items() if option in parser.keys}
+            options = ScriptObject("object", snippet(node), parser.keys | given)
             return [options, []] if "known" in name else options
-        return [self.parsed(entry, node) for entry in parser.value if isinstance(entry, ScriptObject)]
+        entries = [entry for entry in parser.value if isinstance(entry, ScriptObject)]
+        own_fields = {field for entry in entries if entry.kind == "class" and not entry.value for field in entry.keys}
+        self.own_options = {option: x for option, x in self.own_options.items() if option in own_fields}
+        return [self.parsed(entry, node) for entry in entries]
 
     def parsed(self, entry: ScriptObject, node: ast.Call) -> Any:
-        """Returns what a parser makes of one of its classes. TRL's config has what the script itself assigns to it."""
-        if (name := last_part(entry.value)) in CONFIGS:
-            return unread_config(CONFIGS[name], node)
-        return Unread(snippet(node)) if entry.value else self.instance(entry, node)
+        """Returns what a parser makes of one of its classes, from the options of the command if they are known."""
+        name = last_part(entry.value)
+        if self.options is None:
+            # TRL's config has what the script itself assigns to it.
+            known = unread_config(CONFIGS[name], node) if name in CONFIGS else Unread(snippet(node))
+            return known if entry.value else self.instance(entry, node)
+        fields = self.instance(entry, node).keys if entry.kind == "class" and not entry.value else {}
+        if name not in CONFIGS:
+            return ScriptObject("object", name, read_names("parsed_defaults") | fields | self.options)
+        settings = dict(entry.keys) if entry.kind == "class" else {}
+        settings |= {key: x for key, x in self.options.items() if key not in self.own_options}
+        self.items.append(ScriptObject("config", CONFIGS[name], settings, dict(entry.steps), node))
+        return self.items[-1]
+
+    def call_get_peft_config(self, parent: str, node: ast.Call) -> Any:
+        """Interprets TRL's functions that make objects of a parsed ModelConfig, whose options are keys themselves."""
+        return Unread(snippet(node)) if self.options is None else None
+
+    call_get_quantization_config = call_get_peft_config
+    call_get_kbit_device_map = call_get_peft_config
 
     def call_get_soft_overlong_punishment(self, parent: str, node: ast.Call) -> Any:
         """Interprets TRL's penalty for long completions: a reward function named with its length."""

@@ -60,10 +60,18 @@ def format_scores(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"reward.functions": (function,), "eval.function": function})
 
 
+def masking(row: Row, value: Any, keys: Keys) -> Outcome:
+    """Translates `actor.state_masking`, whether the policy learns only from its own tokens, as in jaxrl_llm always."""
+    if value:
+        return Outcome("changed", reason=row.why)
+    reason = "without it the policy also learns to write what the search returned; jaxrl_llm never trains on that"
+    return unsupported(row.key, reason)
+
+
 def base(keys: Keys) -> str:
     """Returns the config of jaxrl_llm that a translation changes."""
     return f"search_{verl.base(keys)}"
 
 
 RULES = vars(family) | vars(verl) | FAMILY.rules() | globals()
-SEARCH_R1 = trainer_table("Search-R1", "commit 0789f5e", ROWS, RULES, base, as_of=0.2)
+SEARCH_R1 = trainer_table("Search-R1", "commit 0789f5e", ROWS, RULES, base, as_of=(0, 2))

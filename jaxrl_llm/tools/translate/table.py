@@ -11,8 +11,8 @@ rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make i
     other value means something else (`why`). `choose` makes the fields the word B for the value A, of the words A=B
     after it; the word *=B is for all other values. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
-    after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
-    says.
+    after it. `none` has no counterpart, and `differs` none that is a field. `aside` is `off` for a key that changes
+    nothing of the training. Fields of these rows are not what the file says.
     `of KEY` makes the fields what they are by the rule of KEY, which reads this key too.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module, which is the rule.
@@ -21,9 +21,9 @@ rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make i
     a key that is set, KEY=A,B one with a value of these, KEY!=A,B one with another value, and a word in capitals is a
     condition of the module with its reason.
 default: the trainer's default, as YAML; empty if the key has none, or needs none because it changes no field.
-was: default of the older versions, if another one.
-versions: "0.3-" for a key since version 0.3, "-0.2" for a key until version 0.2. A file with a key of the second kind
-    is for the older versions.
+was: older defaults with their last releases, the oldest first, as in "0.9 until 0.15; 0.6 until 0.20".
+versions: "0.3-" for a key since release 0.3, "-0.2" for a key until release 0.2, or "0.3-0.6" for both. A file with a
+    key that has a last release is for an older release.
 why: difference, or reason why no field has this effect; a word in capitals is one of sentences.tsv.
 """
 
@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate.documents import parse_scalar
-from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Unread
+from jaxrl_llm.tools.translate.releases import Release, Releases, release
 
 FOLDER = Path(__file__).parent
 
@@ -125,41 +126,45 @@ def trainer_table(
     module: Mapping[str, Any],
     base: Callable[[Keys], str],
     *,
-    as_of: float = 0.0,
+    as_of: Release = (),
 ) -> TrainerTable:
     """Makes the translation table of a trainer from its rows, with the rules that they name.
 
-    module: {name: function or condition} that rows may name. OLDER, if present, is the name and the last
-    number of the versions to which the column `was` belongs.
-    base: config of jaxrl_llm that a translation changes; as_of: version of a trainer without later keys, 0.0 for the
-    newest version.
+    module: {name: function or condition} that rows may name.
+    base: config of jaxrl_llm that a translation changes; as_of: release of a trainer without later keys, () for the
+    newest one.
     """
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
     current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
     former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
-    name_of_older, last = module.get("OLDER", ("", 0.0))
-    since = {key: float(row.versions[:-1]) for key, row in rows.items() if row.versions.endswith("-")}
-    older = Version(
-        name_of_older,
-        only_keys=tuple(key for key, row in rows.items() if row.versions.startswith("-")),
-        defaults={key: parse_scalar(row.was) for key, row in current.items() if row.was},
-        later_keys=tuple(key for key, first in since.items() if first > last),
-    )
+    ends = {key: [*row.versions.split("-"), ""] for key, row in rows.items() if row.versions}
+    since, until = ({key: release(bounds[i]) for key, bounds in ends.items() if bounds[i]} for i in (0, 1))
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
+    history = {key: older_defaults(row.was) for key, row in current.items() if row.was}
+    releases = Releases(name.lower().partition("'")[0], history, since, until)
     rules: dict[str, Rule] = {}
     rules |= {key: _rule(row, module, rules) for key, row in current.items()}
     return TrainerTable(
         name,
         version,
         rules,
-        defaults | (older.defaults if as_of else {}),
+        defaults | (releases.defaults_at(as_of) if as_of else {}),
         base,
         decides={key: tuple(row.field_names) for key, row in current.items()},
         renamed={key: words[0] for key, words in former.items()},
         respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
-        older=(older,) if older.only_keys and not as_of else (),
-        absent=tuple(key for key, first in since.items() if first > as_of > 0),
+        releases=Releases(releases.package) if as_of else releases,
+        absent=tuple(key for key, first in since.items() if as_of and first > as_of),
     )
+
+
+def older_defaults(text: str) -> list[tuple[Any, Release]]:
+    """Returns older defaults, each with its last release, of a text such as "50 until 0.17; 40 until 0.20".
+
+    A default that begins with ? is a description of one that depends on other settings.
+    """
+    pairs = [part.rsplit(" until ", 1) for part in text.split("; ")]
+    return [(Unread(x[1:]) if x.startswith("?") else parse_scalar(x), release(last)) for x, last in pairs]
 
 
 def _rule(row: Row, module: Mapping[str, Any], rules: dict[str, Rule]) -> Rule:
@@ -179,8 +184,9 @@ def _rule(row: Row, module: Mapping[str, Any], rules: dict[str, Rule]) -> Rule:
         rule = partial(_chosen, row, dict(pair.split("=") for pair in arguments))
     elif word == "of":
         rule = partial(_part_of, row, rules, arguments[0])
-    elif word in ("off", "only", "none", "differs"):
-        rule = partial(_no_counterpart, row, word, [*([None, False] * (word == "off")), *map(parse_scalar, arguments)])
+    elif word in ("off", "only", "none", "differs", "aside"):
+        nothing = [None, False] if word in ("off", "aside") else []
+        rule = partial(_no_counterpart, row, word, [*nothing, *map(parse_scalar, arguments)])
     else:
         function = _named(word, module)
         parameters = inspect.signature(function).parameters
@@ -253,6 +259,8 @@ def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: K
     """Translates a key without a counterpart in jaxrl_llm. Its fields are unknown unless its value is in `neutral`."""
     if value in neutral:
         reason = f"{value} needs no field in jaxrl_llm" if value else NOT_IN_USE
-        return Outcome("no effect", reason=reason) if word == "off" else Outcome("mapped")
+        return Outcome("no effect", reason=reason) if word in ("off", "aside") else Outcome("mapped")
     kind = "changed" if word == "differs" else "unsupported"
-    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.field_names, row.why))
+    # A key without a field makes another run too, unless it is beside the training.
+    names = row.field_names or [row.key] * (word not in ("differs", "aside"))
+    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(names, row.why))

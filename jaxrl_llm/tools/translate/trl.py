@@ -2,9 +2,8 @@
 
 The keys are those of TRL 1.16 (PPO: trl.experimental 0.29), with older keys and keys of alignment-handbook. trl.tsv has
 the keys that the trainers share, also of ModelConfig and ScriptArguments, with the arguments of a trainer and what a
-script does to its objects. trl_grpo.tsv, trl_dpo.tsv and so on have the keys of one trainer. In these files the column
-`was` is a sentence: it warns of a default that older versions of TRL had otherwise. trl_versions.tsv has the defaults
-of older versions.
+script does to its objects. trl_grpo.tsv, trl_dpo.tsv and so on have the keys of one trainer. names.tsv has the
+defaults of Unsloth and of SimPO's own trainer.
 """
 
 from __future__ import annotations
@@ -15,29 +14,19 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts, trl_rows  # noqa: F401 (tables name trl_rows)
-from jaxrl_llm.tools.translate.documents import parse_scalar
-from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Unread, Version
-from jaxrl_llm.tools.translate.table import Row, read_columns, read_rows, trainer_table
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, TrainerTable, Unread, Version
+from jaxrl_llm.tools.translate.table import Row, read_names, read_rows, trainer_table
 
 tower = images.tower(trl_parts.adapted)
-# Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
-VERSIONS = read_columns("trl_versions")
 # Fields that keys of other classes than TRL's config decide: those of the trainer, of ModelConfig and ScriptArguments.
 NOT_OF_CONFIG = re.compile(r"model\.path|adapters|reward(_model|\.f)|data\.(source|convert|prompt_column)|eval\.source")
 
 
-def versions(kind: str) -> list[Version]:
-    """Returns versions of a TRL trainer with other defaults. kind: key of `TRL_TRAINERS`, such as "grpo"."""
-    return [
-        Version(
-            name,
-            tuple(only.split()),
-            {key: parse_scalar(x) for key, x in re.findall(r"(\S+)=(\S+)", defaults)}
-            | {key: Unread(x) for key, x in re.findall(r"(\w+): ([^;]+)", unsure)},
-        )
-        for kinds, name, only, defaults, unsure in VERSIONS
-        if kind in kinds.split()
-    ]
+def edition(name: str, kind: str, *only_keys: str) -> Version:
+    """Returns an edition of a TRL trainer, with its defaults in names.tsv. kind: key of `TRL_TRAINERS`."""
+    defaults = read_names(only_keys[0]) | read_names(f"{only_keys[0]}_{kind}")
+    # A ? begins the description of a default that the edition does not decide.
+    return Version(name, only_keys, {key: Unread(x[1:]) if str(x)[0] == "?" else x for key, x in defaults.items()})
 
 
 def unpacked(table_rows: Mapping[str, Row], trainer: TrainerTable) -> Version:
@@ -54,28 +43,13 @@ def unpacked(table_rows: Mapping[str, Row], trainer: TrainerTable) -> Version:
     return Version("", ("[*][*]*",), may_be_set)
 
 
-def noted(row: Row, rule: Rule) -> Rule:
-    """Returns a key's rule that warns of an unset value: older TRL versions had the default that `row.was` says."""
-    if isinstance(rule, Conditional):
-        return replace(rule, rule=noted(row, rule.rule))
-
-    def with_note(value: Any, keys: Keys) -> Outcome:
-        outcome = rule(value, keys)
-        has_newest_default = row.key not in keys and value == parse_scalar(row.default)
-        note = f"{row.default}; {row.was}"
-        return replace(outcome, kind="changed", reason=note) if has_newest_default else outcome
-
-    return with_note
-
-
 def trl_table(kind: str, name: str, version: str, base: str, tables: str) -> TrainerTable:
     """Returns the table of a TRL trainer. tables: its .tsv files besides trl.tsv; a row of a later file wins."""
     table_rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
     trainer = trainer_table(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
-    notes = {key: noted(row, trainer.rules[key]) for key, row in table_rows.items() if row.was and key in trainer.rules}
-    patches = [version for version in versions(kind) if version.name.startswith("with ")]
-    older = tuple(version for version in versions(kind) if version not in patches)
-    return replace(trainer, rules=trainer.rules | notes, older=older, patches=(*patches, unpacked(table_rows, trainer)))
+    editions = [edition("of SimPO's own trainer", kind, "gamma_beta_ratio", "sft_weight")] * (kind == "simpo")
+    editions.append(edition("with Unsloth", kind, "unsloth"))
+    return replace(trainer, patches=(*editions, unpacked(table_rows, trainer)))
 
 
 GRPO = trl_table("grpo", "GRPO", "1.16.0", "grpo", "trl_grpo")

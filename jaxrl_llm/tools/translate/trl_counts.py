@@ -53,7 +53,7 @@ def device_completions(keys: Keys) -> int:
     """Returns how many completions, or pairs, one process has in a forward pass of TRL."""
     count = int(keys["per_device_train_batch_size"])
     # TRL 0.14 counts the prompts of a process.
-    if keys.defaults.get("(per_device_counts)") == "prompts":
+    if keys["(per_device_counts)"] == "prompts":
         return count * group_size(keys)
     # Unsloth makes a batch without whole groups one group.
     product = count * int(keys["gradient_accumulation_steps"]) * processes(keys)
@@ -130,7 +130,16 @@ def optimizer_steps(keys: Keys) -> int:
 
 def updates(keys: Keys) -> int:
     """Returns by how much one rollout advances TRL's step counter, which is 1 for a trainer that counts rollouts."""
-    return 1 if counts_rollouts(keys) else optimizer_steps(keys)
+    if counts_rollouts(keys):
+        return 1 + optimizer_steps(keys) * bool(keys["(counts_updates)"])
+    return optimizer_steps(keys)
+
+
+def clip_norm(value: Any, keys: Keys) -> Outcome:
+    """Translates TRL's `max_grad_norm` to `optim.clip_norm`: the loops of PPO, and of RLOO until 0.21, do not clip."""
+    if counts_rollouts(keys):
+        return Outcome("changed", {"optim.clip_norm": 0.0}, "this trainer of TRL never clips gradients")
+    return Outcome("mapped", {"optim.clip_norm": float(value)})
 
 
 def rollouts(keys: Keys) -> int:

@@ -78,12 +78,6 @@ def kl_estimator(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
 
 
-def objectives(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `multi_objective_aggregation`: normalizing each reward before the sum is `gdpo`."""
-    normalizes = value == "normalize_then_sum"
-    return Outcome("mapped", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4} if normalizes else {})
-
-
 def entropy_bonus(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `entropy_coef` to `entropy.coef`, also at 0 if `use_adaptive_entropy` adapts the coefficient."""
     adapts = keys["use_adaptive_entropy"]

@@ -48,7 +48,8 @@ def init_kwargs(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `model_init_kwargs`, the arguments of from_pretrained, of which only the dtype has a field."""
     value = dict(value)
     dtype_name = value.pop("torch_dtype", None) or value.pop("dtype", None)
-    unknown_arguments = value.keys() - {"attn_implementation", "use_cache", "device_map"}
+    known_arguments = {"attn_implementation", "use_cache", "device_map", "trust_remote_code"}
+    unknown_arguments = {name for name, x in value.items() if x not in (None, "main")} - known_arguments
     if unknown_arguments:
         return unsupported("model.path", f"no counterpart: {', '.join(sorted(unknown_arguments))}")
     return dtype(dtype_name, keys) if dtype_name else Outcome("no effect", reason="how the model is loaded")
@@ -153,6 +154,8 @@ def launcher_file(value: Any, keys: Keys) -> Outcome:
     """Translates the config file of accelerate, which only matters for its number of processes."""
     if value:
         return Outcome("mapped", {}, "its num_processes is read, if it has one")
+    if keys.get("accelerate.num_processes"):
+        return Outcome("no effect", reason="the command says the number of processes itself")
     return Outcome("unsupported", reason="the file is not beside the script or above it: set --processes")
 
 

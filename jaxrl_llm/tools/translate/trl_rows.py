@@ -26,7 +26,10 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `reward_funcs` to `reward`, `reward_model` and `reward.overlong_tokens`."""
     if not value:
         unknown = {"reward.functions": NO_REWARD, "eval.function": NO_REWARD}
-        return Outcome("changed", conversions.reward_fields((conversions.ACCURACY,)), unknown=unknown)
+        # Weights are known also without the functions that they are for.
+        weights = keys.values.get("reward_weights")
+        fields = conversions.reward_fields((conversions.ACCURACY,), weights if isinstance(weights, list) else None)
+        return Outcome("changed", fields, unknown=unknown)
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     # Weights that cannot be read make no other field unknown, so `keys` need not record the request.
     given_weights = keys.values.get("reward_weights") or [1.0] * len(listed)
@@ -84,7 +87,8 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
 def dataset(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `dataset_name`, a data set of the hub, a folder or a file, to `data.source`."""
     name, subset = str(value), _configuration(keys)
-    if subset and "/" in name and not name.endswith(conversions.FILES):
+    # A data set that a script loads has its configuration in its name.
+    if subset and ":" not in name and "/" in name and not name.endswith(conversions.FILES):
         name = f"{name}:{subset}"
     if name.endswith(conversions.FILES) or "/" in name:
         return conversions.dataset("data", name, str(keys.get("dataset_train_split", "train")))

@@ -16,7 +16,6 @@ from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names, read_row
 
 # Sections of veRL's keys.
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-OLDER = ("until 0.3", 0.3)  # name and last number of the versions of the column `was`
 ROWS = read_rows("verl")
 FAMILY = family.Family(
     rows=ROWS,

@@ -1,0 +1,78 @@
+"""`jaxrl translate`: keys and defaults that decide what is trained, in launches that a stranger wrote.
+
+Each launch once became another run without a word.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrl_llm.tools.translate import readers
+from jaxrl_llm.tools.translate.outcome import translate
+
+COMMON = (
+    "python3 -m verl.trainer.main_ppo data.train_files=d/gsm8k/train.parquet data.train_batch_size=128 "
+    "actor_rollout_ref.model.path=a/b actor_rollout_ref.actor.ppo_mini_batch_size=128 "
+    "actor_rollout_ref.rollout.n=4 trainer.total_training_steps=100 "
+)
+VERL = COMMON + "algorithm.adv_estimator=grpo "
+ACTOR = "actor_rollout_ref.actor"
+OLD = f"{VERL}{ACTOR}.fsdp_config.grad_offload=False {ACTOR}.optim.warmup_style=cosine"
+SEARCH = f"{VERL}max_turns=2 retriever.topk=3 {ACTOR}.state_masking="
+EASYR1 = "worker: {actor: {model: {model_path: a/b}}, rollout: {n: 4}}\ntrainer: {max_steps: 9, %s}"
+EPISODES = (
+    "trl rloo --model_name_or_path a/b --dataset_name c/d --reward_model_path e/f --rloo_k 4 --num_ppo_epochs 2 "
+    "--num_mini_batches 2 --per_device_train_batch_size 8 --total_episodes 6400 --num_processes 1 --save_steps 500"
+)
+TRL = "model_name_or_path: a/b\ndataset_name: c/d\nmax_steps: 9\nnum_processes: 1\nnum_generations: 4\n"
+SCRIPT = """
+import functools, os
+os.environ.setdefault("WANDB_PROJECT", "countdown")
+from trl import GRPOConfig, GRPOTrainer
+def first(completions, **kwargs): return [0.0 for _ in completions]
+def second(completions, size, **kwargs): return [0.0 for _ in completions]
+args = GRPOConfig("out", max_steps=9, num_generations=4, report_to="wandb", reward_weights=[0.1, 1.0], {})
+GRPOTrainer("a/b", {}, args, "c/d", eval_dataset="c/d").train()
+"""
+EVALUATES = "eval_strategy='steps', eval_steps=3"
+PARTIAL = "[first, functools.partial(second, size=2.5)]"
+RUNS = [  # file, text, fields, and some of what is unknown
+    ("s.sh", f"{SEARCH}true", {"num_steps": 99}, []),
+    ("s.sh", f"{SEARCH}false", {}, [f"{ACTOR}.state_masking"]),
+    ("s.sh", SEARCH.replace(f"{ACTOR}.state_masking=", ""), {}, [f"{ACTOR}.state_masking"]),
+    ("s.sh", f"{SEARCH}true {ACTOR}.optim.warmup_style=cosine", {"optim.decay": "constant"}, []),
+    ("s.sh", f"{SEARCH}true do_search=false", {}, ["do_search"]),
+    ("v.sh", OLD, {"optim.decay": "constant", "num_steps": 99}, []),
+    ("v.sh", f"{VERL}{ACTOR}.optim.warmup_style=cosine", {"optim.decay": "cosine", "num_steps": 100}, []),
+    ("v.sh", f"{VERL}{ACTOR}.megatron.grad_offload=True", {"kl": None, "loss.delta": 3.0}, []),
+    ("v.sh", f"{COMMON}algorithm.adv_estimator=gae trainer.critic_warmup=20", {"critic.warmup_steps": 19}, []),
+    ("v.sh", f"{VERL}trainer.critic_warmup=20", {}, ["trainer.critic_warmup"]),
+    ("v.sh", f"{VERL}trainer.critic_warmup=1", {"num_steps": 100}, []),
+    ("v.sh", f"{VERL}actor_rollout_ref.rollout.do_sample=False", {}, ["actor_rollout_ref.rollout.do_sample"]),
+    ("v.sh", f"{VERL}data.train_max_samples=64", {}, ["data.train_max_samples"]),
+    ("v.sh", f"{VERL}trainer.resume_from_path=x/global_step_5", {}, ["trainer.resume_from_path"]),
+    ("e.yaml", EASYR1 % "critic_warmup: 3", {}, ["trainer.critic_warmup"]),
+    ("r.sh", EPISODES, {"optim.clip_norm": 0.0}, ["checkpoint.every"]),
+    ("g.yaml", f"{TRL}reward_weights: [1.0, 0.2, 0.1]", {"reward.weights": (1.0, 0.2, 0.1)}, ["reward.functions"]),
+    ("g.yaml", f"{TRL}reward_funcs: [accuracy]\nlora_dropout: 0.1\nuse_peft: true", {}, ["lora_dropout"]),
+    ("g.py", SCRIPT.format(EVALUATES, "[f for f in ALL]"), {}, ["eval.function", "reward.functions"]),
+    ("g.py", SCRIPT.format("bf16=True", PARTIAL), {
+        "log.project": "countdown", "reward.functions": ("my_rewards.first", "my_rewards.second(size=2.5)"),
+        "eval.function": "my_rewards.second(size=2.5)"}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "fields", "unknown"), RUNS)
+def test_what_makes_another_run_is_translated_or_told(name, text, fields, unknown, tmp_path):
+    (path := tmp_path / name).write_text(text)
+    source = readers.read(path)
+    made = translate(source.table, source.keys)
+    assert {field: made.fields().get(field) for field in fields} == fields
+    assert set(unknown) <= made.unknown().keys()
+    assert not (fields.keys() & made.unknown().keys())
+
+
+def test_a_key_of_one_of_easyr1s_examples_has_its_newer_name(tmp_path):
+    (path := tmp_path / "e.yaml").write_text("data: {val_files: a/b@test}\n" + EASYR1 % "test_freq: 5")
+    source = readers.read(path)
+    assert translate(source.table, source.keys).fields()["eval.every"] == 5
