@@ -67,6 +67,7 @@ case ${bucket:+b}${pvc:+p} in b | p) ;; *) die "the pods need one shared disk: g
 check_env_file "$env_file"
 case ${workdir:=/runs/$name} in /runs/*) ;; *) die "--workdir '$workdir' is not below /runs, the shared disk" ;; esac
 [ $# -gt 0 ] || set -- --config configs/grpo.py
+check_words "$@"
 check_slices "$slices" "$@"
 
 # A JSON string is also a YAML string. Kubernetes would replace $(NAME) in an argument, and reads $$ as $.

@@ -52,6 +52,12 @@ check_type() { # of --type; with --version too, no runtime helps a type that the
   esac
 }
 # Only mesh.data goes over the network between slices: the trainer would refuse other meshes once it has the slices.
+check_words() { # trainer arguments
+  local word
+  for word; do
+    case $word in --workdir | --workdir=*) die "--workdir stands behind --, but the launcher sets it: give it before --" ;; esac
+  done
+}
 check_slices() { # slices, trainer arguments
   local slices=$1 data='' before='' word
   shift

@@ -81,6 +81,7 @@ check_type "$type"
 [ "$version" ] || version=$(tpu_runtime "$type")
 bucket=${bucket#gs://} bucket=${bucket%/}
 [ $# -gt 0 ] || set -- --config configs/grpo.py
+check_words "$@"
 check_slices "$slices" "$@"
 
 where() { quote "$@" --zone="$zone" ${project:+--project="$project"}; }

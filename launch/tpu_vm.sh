@@ -56,6 +56,7 @@ tpu() { # verb, its options
   quote gcloud --quiet compute tpus tpu-vm "$1" "$name" --zone="$zone" ${project:+--project="$project"} "${@:2}"
 }
 vm() { remote "$(tpu ssh)" "$1"; }
+check_words "$@"
 workdir=${workdir:-runs/$name}
 here=$(quote "runs/$name") there=$(quote "$workdir")
 train=$(quote .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")

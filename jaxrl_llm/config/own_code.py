@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-from collections.abc import Iterable
+import symtable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.names import notebook_functions, own_files
+
+LOCAL_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def digests(values: Iterable[Any]) -> dict[str, str]:
@@ -23,28 +26,46 @@ def digests(values: Iterable[Any]) -> dict[str, str]:
 def source_in(file: Path, name: str) -> str:
     """Returns the source of a definition in a file, with all definitions of the file that it uses."""
     text = file.read_text(encoding="utf-8")
-    statements = ast.parse(text).body
+    statements, lines = ast.parse(text).body, text.splitlines()
     used_statements, pending_names = set[int](), [name]
     while pending_names:
         pending_name = pending_names.pop()
         for i, statement in enumerate(statements):
             if i not in used_statements and pending_name in _defined_names(statement):
                 used_statements.add(i)
-                pending_names += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    lines, parts = text.splitlines(), [statements[i] for i in sorted(used_statements)]
-    return "\n".join("\n".join(lines[_first_line(part) - 1 : part.end_lineno]) for part in parts)
+                pending_names += _used_names(_source_of(statement, lines))
+    return "\n".join(_source_of(statements[i], lines) for i in sorted(used_statements))
 
 
 def _defined_names(statement: ast.stmt) -> set[str]:
     """Returns the names that a statement of a module defines."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
-    nodes = [*ast.walk(statement)]
+    nodes = [*_nodes_of_module(statement)]
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     return names | {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
 
 
-def _first_line(statement: ast.stmt) -> int:
-    """Returns the number of the first line of a statement, with its decorators."""
-    return min(node.lineno for node in (statement, *getattr(statement, "decorator_list", [])))
+def _nodes_of_module(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes of a statement, except those in functions and comprehensions, whose names are local."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, LOCAL_SCOPES):
+            yield from _nodes_of_module(child)
+
+
+def _used_names(source: str) -> set[str]:
+    """Returns the names that a statement reads from its module, also in its functions and comprehensions."""
+    tables, names = [symtable.symtable(source, "", "exec")], set[str]()
+    while tables:
+        table = tables.pop()
+        names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+        tables += table.get_children()
+    return names
+
+
+def _source_of(statement: ast.stmt, lines: list[str]) -> str:
+    """Returns the lines of a statement, with its decorators."""
+    first_line = min(node.lineno for node in (statement, *getattr(statement, "decorator_list", [])))
+    return "\n".join(lines[first_line - 1 : statement.end_lineno])

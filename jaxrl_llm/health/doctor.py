@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from ..errors import Parser, printable, run_main
+from ..errors import Parser, UserError, printable, run_main
 from . import logs, rules
 from .finding import SEVERITIES, Finding, LogRecord
 from .judge import FindingSpan, judge_records
@@ -61,6 +61,8 @@ def diagnose_log(paths: list[Path], as_json: bool, run: str = "") -> list[Findin
     whose steps `jaxrl replay` can open, "" = the run of `paths`. Raises: UserError, if the log cannot be read.
     """
     records = logs.read(*paths)
+    if not records:
+        raise UserError(f"{paths[0]} has no record yet: wait for its first step, or name another log")
     spans = judge_records(
         records, logs.read_health_section(paths[0]) or logs.OTHER_TRAINER_BOUNDS, logs.initial_findings(paths[0])
     )

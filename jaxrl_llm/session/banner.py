@@ -183,7 +183,7 @@ def totals_table(sizes: Sizes) -> list[tuple[str, int]]:
         ("optimizer steps per rollout", sizes.updates_per_rollout),
         ("optimizer steps", sizes.updates),
         ("warm-up steps", sizes.warmup_steps),
-        ("completion tokens, at most", sizes.completion_tokens),
+        ("most completion tokens in all", sizes.completion_tokens),
     ]
 
 

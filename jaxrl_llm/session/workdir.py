@@ -84,12 +84,19 @@ def _sections(fields: Iterable[str]) -> set[str]:
 
 
 def check_log(workdir: Path, start: int, checkpoint_every: int) -> None:
-    """Checks that the checkpoints of a run have not vanished.
+    """Checks that neither the checkpoints of a run nor its log have vanished.
 
     start: step of the newest checkpoint, 0 without one. checkpoint_every: steps between checkpoints. Prints a note if
-    the run had no checkpoint yet. Raises: UserError, if `start` is 0 although a checkpoint was complete.
+    the run had no checkpoint yet, or if the log ends before the checkpoint. Raises: UserError, if `start` is 0 although
+    a checkpoint was complete.
     """
     last_step = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
+    if last_step < start:
+        print(
+            f"note: {workdir / 'metrics.jsonl'} ends at step {last_step}, before the checkpoint of step {start}: the "
+            "records of the steps between them are lost",
+            flush=True,
+        )
     if start or not last_step:
         return
     marks = [name for name in ("hf", "adapter", SAVED) if (workdir / name).exists()]

@@ -244,6 +244,10 @@ def reward(completions, **columns):
         ("@functools.cache\n", "", True),
         ("    return x\n", "    return -x\n", False),  # of another function
         ("SCALE = 1.0", "SCALE = 1.0\nOTHER = 2.0", False),
+        # The name is local in the function.
+        ("SCALE = 1.0", "SCALE = 1.0\nfor completion in (1, 2):\n    print(completion)", False),
+        ("SCALE = 1.0", "SCALE = 1.0\nrows = [completion for completion in (1, 2)]", False),
+        ("SCALE = 1.0", "SCALE = 1.0\nrows = [scaled for scaled in (1, 2)]", False),  # local in the comprehension
     ],
 )
 def test_the_hash_of_a_function_is_of_its_source_and_of_what_it_uses(tmp_path, before, after, changes):

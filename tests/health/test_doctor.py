@@ -19,7 +19,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import judge, logs, rules
-from jaxrl_llm.health.doctor import print_findings
+from jaxrl_llm.health.doctor import diagnose_log, print_findings
 from jaxrl_llm.loggers.events import TensorBoardWriter
 from jaxrl_llm.session.banner import totals_table
 from jaxrl_llm.tools import doctor
@@ -294,6 +294,12 @@ def test_the_documentation_shows_what_is_printed(monkeypatch, capsys):
     command, printed = re.findall(r"`jaxrl doctor (--run \S+)` prints:\n\n```text\n(.*?)```", HEALTH_PAGE, re.DOTALL)[0]
     monkeypatch.chdir(ROOT)
     assert doctored(monkeypatch, capsys, *command.split()) == (0, printed)
+
+
+def test_a_run_without_a_record_is_refused(tmp_path, refused):
+    (tmp_path / "metrics.jsonl").touch()
+    with refused(str(tmp_path)):
+        diagnose_log([tmp_path], as_json=False)
 
 
 def test_json_tells_of_every_rule_whether_it_could_look(tmp_path, monkeypatch, capsys):

@@ -151,6 +151,16 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path, word
     assert health.judge([]).action == "continue"
 
 
+def test_a_step_whose_episodes_all_fail_names_the_episodes_and_no_judge():
+    causes = [
+        finding.cause
+        for failed in (0.0, 1.0)
+        for finding in rules.findings(History([NOTHING_TRAINED | {"step": 1, "episode/errors": failed}]), BOUNDS)
+        if finding.id == "no_verdict"
+    ]
+    assert len(causes) == 2 and "judge" in causes[0] and "judge" not in causes[1]
+
+
 def test_updates_that_are_skipped_without_a_verdict_are_not_called_infinite(tmp_path):
     record = NOTHING_TRAINED | {"step": 7, "updates/skipped_in_a_row": 3, "kl/to_reward": None, "reward/mean": None}
     (finding,) = [x for x in rules.findings(History([record]), BOUNDS | {"max_skipped": 3}) if x.id != "no_verdict"]

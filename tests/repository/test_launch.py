@@ -327,6 +327,7 @@ REFUSED = {  # options of a script, and what its message names
         "'--name --zone' z": "--name --zone", f"{VM} --config c.py": "--config",
         f"{VM} --type v5litepod-16": "v5litepod-16", f"{VM} --sync 5m": "5m",
         f"{VM} --env-file /etc/passwd": "/etc/passwd", f"{VM} --env-file none": "none",
+        f"{VM} -- --workdir gs://b/n": "--workdir",
     },
     "tpu_pod.sh": {
         "--zone z --type v6e-16": "--name", "--name n --type v6e-16": "--zone", VM: "--type",
@@ -339,7 +340,7 @@ REFUSED = {  # options of a script, and what its message names
         f"{POD} --bucket b --slices 0": "--slices", f"{POD} --bucket b --slices two": "two",
         f"{POD} --bucket b --slices 2": "mesh.data=2",
         f"{POD} --bucket b --workdir /data": "/data", f"{POD} --bucket b --restarts some": "some",
-        f"{POD} --bucket b --gcsfuse-sha256 x": "--gcsfuse-sha256",
+        f"{POD} --bucket b --gcsfuse-sha256 x": "--gcsfuse-sha256", f"{POD} --bucket b -- --workdir=x": "--workdir",
     },
     "tpu_vm_vllm.sh": {
         VM: "--model", "--zone z --model m": "--name", f"{VM} --model m --image ubuntu": "ubuntu",
@@ -352,6 +353,7 @@ REFUSED = {  # options of a script, and what its message names
         f"{JOBSET} --bucket b --slices 3 -- --config.mesh.data 4": "mesh.data=3",
         f"{JOBSET} --bucket b --slices 0": "--slices 0", f"{JOBSET} --bucket b --nodes 1 --slices 2": "--slices 2",
         f"{JOBSET} --bucket b --workdir runs/grpo": "runs/grpo", f"{JOBSET} --bucket b --pvc c": "--pvc",
+        f"{JOBSET} --bucket b -- --workdir /runs/n": "--workdir",
     },
     "slurm.sbatch": {"--config c": "--workdir"},
 }  # fmt: skip

@@ -55,6 +55,8 @@ def test_a_log_whose_checkpoints_are_gone_is_not_overwritten(run, refused, capsy
             assert "10 steps" in capsys.readouterr().out
     check_log(run, 5, 5)
     assert not capsys.readouterr().out
+    check_log(run, 12, 5)  # the log has 11 steps
+    assert "step 11" in capsys.readouterr().out
     with refused(str(run), "11 steps", "metrics.jsonl"):
         check_log(run, 0, 5)
 

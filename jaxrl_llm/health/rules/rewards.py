@@ -27,9 +27,19 @@ def no_verdict(history: History) -> Finding | None:
     """Rule F35: no completion of the step has a reward, so the step trains nothing."""
     if not history.trains_nothing:
         return None
+    evidence = "no completion of the step has a reward, so nothing is trained"
+    if (history.last_records[-1].get("episode/errors") or 0.0) >= 1:
+        return Finding(
+            "error",
+            evidence=f"{evidence}; every episode has an error",
+            cause="the agent or environment raises an error, or an agent ends without a request to the policy "
+            "(episode/without_calls)",
+            fix="mend what the warning of the step says about the agent or environment",
+            reference="docs/failures.md F35",
+        )
     return Finding(
         "error",
-        evidence="no completion of the step has a reward, so nothing is trained",
+        evidence=evidence,
         cause="every reward function with a weight returned None: a judge does not answer, or the rows lack a "
         "column that the function reads",
         fix="restart the judge, or add the column to the data; the metrics of the reward functions tell which one "
