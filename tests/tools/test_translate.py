@@ -349,6 +349,51 @@ def test_a_file_is_a_complete_config_with_its_numbers(name, tmp_path, wording):
     wording(text)
 
 
+OVERLONG_TRL = (
+    "GRPOTrainer('a/b', [accuracy_reward, get_soft_overlong_punishment(900, 90)], GRPOConfig(), load_dataset('c/d'))"
+)
+VERL_RUN = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a/gsm8k/train.parquet actor_rollout_ref.rollout.n=4 "
+EVALUATES = "data.val_files=a/test.parquet trainer.test_freq=5 "
+TRL_RUN = "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward --max_steps 9 "
+SEARCH_RUN = SEARCH_R1.format(estimator="grpo", group=5, kl="true")
+# Files whose run differs in something, and a pattern of the comments that say so; with False they must not say it.
+SAID = [
+    (VERL_RUN, "####72", True), (VERL_RUN.replace("gsm8k", "geo3k"), "####72", False),
+    (VERL_RUN, "best checkpoint.keep_best", True), (SEARCH_RUN, "best checkpoint.keep_best", True),
+    (f"{VERL_RUN} trainer.max_actor_ckpt_to_keep=null", "best checkpoint.keep_best", True),
+    (f"{VERL_RUN} trainer.max_actor_ckpt_to_keep=3", "best checkpoint.keep_best", False),
+    (TRL_RUN, "best checkpoint.keep_best", True), (f"{TRL_RUN} --save_total_limit 3", "best checkpoint.keep_best", False),
+    (EASYR1.replace(" save_limit: -1,", ""), "best checkpoint.keep_best", True), (EASYR1, "best checkpoint.keep_best", True),
+    (OVERLONG_TRL, "advantage.normalize is none", True),
+    (f"{VERL_RUN} reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=9",
+     "advantage.normalize is none", True),
+    (EASYR1.replace("actor: {", "actor: {fsdp: {mp_param_dtype: bf16, torch_dtype: bf16}, "),
+     "float32 in both trainers", False),
+    ("GRPOTrainer(name(), accuracy_reward, GRPOConfig(), load_dataset('c/d'), peft_config=LoraConfig(r=8, "
+     "lora_dropout=0.1))", r"until then they are those of grpo.py:\s[^:]*(adapters|lora_dropout)", False),
+    (f"{VERL_RUN} {EVALUATES}", "first eval.problems", True), (SEARCH_RUN, "first eval.problems", True),
+    (f"{VERL_RUN} {EVALUATES} data.val_max_samples=9", "first eval.problems", False),
+    (f"{TRL_RUN} --eval_strategy steps --eval_steps 5", "first eval.problems", True), (TRL_RUN, "eval.problems", False),
+    (EASYR1, "first eval.problems", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SAID)))
+def test_a_comment_says_where_a_run_differs_and_nothing_untrue(number, tmp_path):
+    text, pattern, is_said = SAID[number]
+    name = "run.py" if text.startswith("GRPOTrainer") else "run.yaml" if text.startswith("\ndata:") else "run.sh"
+    _, _, config = written(tmp_path, name, text)
+    comments = re.sub(r"\s+# (?!- )", " ", config)
+    assert bool(re.search(pattern, comments)) == is_said
+
+
+def test_the_checks_judge_no_stand_in_beside_the_rows_of_the_user(tmp_path):
+    script = f"{VERL_RUN} data.val_files=[a/test.parquet,b/test.parquet] trainer.test_freq=5"
+    made, _, text = written(tmp_path, "run.sh", script)
+    found = lint.lint(lint.load_text(text), set(made.user_tasks())).findings
+    assert "eval.source" in made.user_tasks() and not [x for x in found if "arithmetic" in x.evidence]
+
+
 @pytest.mark.needs("ruff")
 def test_configs_are_formatted_as_ours_are(tmp_path):
     long = {"data.train_files": ["d" * 90 + "/train.parquet", "e" * 200 + ".parquet"]}

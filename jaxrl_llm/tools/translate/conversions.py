@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
-from jaxrl_llm.tools.translate.table import read_names
+from jaxrl_llm.tools.translate.table import SENTENCES, read_names
 
 # A reward function of jaxrl_llm.
 ACCURACY = "math.accuracy"
@@ -90,8 +90,8 @@ def by_data_source(files: Any) -> Outcome:
     # The translator does not read the column data_source, so the name of the file stands for the column.
     for part, function in DATA_SOURCES.items():
         if all(part in name for name in names):
-            reason = "in veRL data_source selects the function, in jaxrl_llm the config"
-            return Outcome("changed", reward_fields((function,)), reason)
+            reasons = ["in veRL data_source selects the function, in jaxrl_llm the config", SENTENCES.get(function, "")]
+            return Outcome("changed", reward_fields((function,)), "; ".join(filter(None, reasons)))
     fields = reward_fields(("verl.score",)) | {"eval.function": "verl.accuracy"}
     reason = "data_source selects the function, of which jaxrl_llm has those for mathematics and questions"
     return Outcome("changed", fields, reason)

@@ -337,11 +337,12 @@ def saves(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {"checkpoint.every": 25}, f"{value} never saves; a jaxrl_llm run always can resume")
 
 
-def keeps(value: Any, keys: Keys) -> Outcome:
-    """Translates EasyR1's `save_limit`, the number of checkpoints to keep, to `checkpoint.keep`."""
+def keeps(row: Row, value: Any, keys: Keys) -> Outcome:
+    """Translates the number of checkpoints to keep to `checkpoint.keep`. Without a number all are kept."""
     if value and value > 0:
-        return Outcome("mapped", {"checkpoint.keep": int(value)})
-    return Outcome("changed", {}, f"{value} keeps all; jaxrl_llm keeps the last checkpoint.keep and the best ones")
+        return Outcome("mapped", {row.field: int(value)})
+    # The default of jaxrl_llm's configs for rollouts.
+    return Outcome("changed", {row.field: 2}, row.why)
 
 
 def evaluates(value: Any, keys: Keys) -> Outcome:
@@ -351,7 +352,10 @@ def evaluates(value: Any, keys: Keys) -> Outcome:
     # Files whose name cannot be read count as named.
     if "data.val_files" not in keys.values:
         return Outcome("changed", conversions.NO_EVALUATION, "the file names no problems: data.val_files")
-    return Outcome("mapped", {"eval.every": int(value)})
+    # A limit that cannot be read leaves eval.every known, so `keys` need not record the request.
+    limits = [keys.values.get(f"data.{name}") for name in ("val_max_samples", "val_data_num")]
+    reason = SENTENCES["EVERY_ROW"] * all(limit in (None, -1) for limit in limits)
+    return Outcome("changed" if reason else "mapped", {"eval.every": int(value)}, reason)
 
 
 def loggers(value: Any, keys: Keys) -> Outcome:

@@ -57,7 +57,7 @@ def format_scores(row: Row, value: Any, keys: Keys) -> Outcome:
     function = FORMAT_REWARDS.get(", ".join(str(float(keys.get(f"{row.section}{name}") or 0)) for name in names))
     if not function:
         return unsupported(row.field, "search.with_format has 0.2, 0.1 and 0", *row.field_names)
-    return Outcome("mapped", {"reward.functions": (function,), "eval.function": function})
+    return Outcome("mapped", row.fields_with((function,)), row.why)
 
 
 def masking(row: Row, value: Any, keys: Keys) -> Outcome:

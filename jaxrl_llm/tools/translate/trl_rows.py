@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import conversions
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Unread, unsupported
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import SENTENCES, Row
 from jaxrl_llm.tools.translate.trl_counts import in_rollouts, learns_pairs
 
 # Fields of a run whose only reward is a reward model.
@@ -52,6 +52,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         tokens = re.search(r"\((\d+)\)", soft[0])
         fields = fields | {"reward.overlong_tokens": int(tokens[1]) if tokens else 256}
         reasons.append("get_soft_overlong_punishment is reward.overlong_tokens, before rollout.max_completion_tokens")
+        reasons.append(SENTENCES["OVERLONG"].format("TRL"))
         if weight_of.get(soft[0], 1.0) != 1:
             unknown["reward.overlong_tokens"] = f"the penalty has weight 1, and {weight_of[soft[0]]:g} in TRL"
     if models:
@@ -170,6 +171,7 @@ def evaluation(value: Any, keys: Keys) -> Outcome:
     pairs = learns_pairs(keys)
     fields |= {"eval.function": "preference"} if pairs else {}
     reason = "the share of held-out pairs in the right order" if pairs else "one greedy completion for each problem"
+    reason += f"; {SENTENCES['EVERY_ROW']}"
     return Outcome("changed", fields, reason, held_out.tasks, evaluation_steps.unknown | held_out.unknown)
 
 

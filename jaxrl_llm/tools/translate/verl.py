@@ -64,7 +64,10 @@ def resampled(batches: int | None, reason: str) -> Outcome:
 def overlong(value: Any, keys: Keys) -> Outcome:
     """Translates the switch and the length of DAPO's soft penalty for long completions to `reward.overlong_tokens`."""
     on = keys.get(f"{OVERLONG}enable", False) and f"{OVERLONG}len" in keys
-    return Outcome("mapped", {"reward.overlong_tokens": int(keys[f"{OVERLONG}len"]) if on else 0})
+    # With the filter, veRL has no group whose other rewards are equal.
+    reason = SENTENCES["OVERLONG"].format("veRL") * bool(on and not keys.get("algorithm.filter_groups.enable"))
+    fields = {"reward.overlong_tokens": int(keys[f"{OVERLONG}len"]) if on else 0}
+    return Outcome("changed" if reason else "mapped", fields, reason)
 
 
 def template_arguments(value: Any, keys: Keys) -> Outcome:

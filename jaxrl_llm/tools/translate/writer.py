@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -179,11 +179,18 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
     """
     reasons = {kind: {key: x.reason for key, x in translation.with_kind(kind).items()} for kind in KINDS}
     shown_names = {*written, *translation.outcomes}
-    unset_fields = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
+    unset = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
+    in_part = {name for name in unset if any(field.startswith(f"{name}.") for field in written)}
+    # Keys without a field; those that the file has are listed with the reason.
+    keys = {name for name in unset.keys() - translation.fields().keys() if name in translation.table.rules}
+    listed = {name for name in keys if unset[name] in reasons["unsupported"].values()}
+    others = unset.keys() - in_part - keys
     without_field = {key: x for key, x in reasons["changed"].items() if not translation.outcomes[key].fields}
     blocks = {
         "Not read as settings": [" ".join(line.split()) for line in lost],
-        f"Yours to set; until then they are those of {translation.base}.py": reason_lines(unset_fields),
+        f"Yours to set; until then they are those of {translation.base}.py": _named(unset, others),
+        "Yours to check; this file has values for them": _named(unset, in_part),
+        "May change the run": _named(unset, keys - in_part - listed),
         "Changed in meaning": reason_lines(without_field),
         "Not supported in jaxrl_llm": reason_lines(reasons["unsupported"]),
         "No effect on training in jaxrl_llm": reason_lines(reasons["no effect"]),
@@ -193,6 +200,11 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
         lines += ["", f"# {title}:"] if entries else []
         lines += [line for entry in entries for line in _wrapped(entry, "# - ", "#   ", WIDTH)]
     return lines if len(lines) > 1 else []
+
+
+def _named(reasons: Mapping[str, str], names: Collection[str]) -> list[str]:
+    """Returns the lines of some names of {name: reason}."""
+    return reason_lines({name: reason for name, reason in reasons.items() if name in names})
 
 
 def reason_lines(reasons: Mapping[str, str]) -> list[str]:
