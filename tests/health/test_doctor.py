@@ -298,6 +298,7 @@ def test_the_documentation_shows_what_is_printed(monkeypatch, capsys):
 
 def test_a_run_without_a_record_is_refused(tmp_path, refused):
     (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"health": {"max_skipped": 10}}))
     with refused(str(tmp_path)):
         diagnose_log([tmp_path], as_json=False)
 
