@@ -352,7 +352,10 @@ def test_a_file_is_a_complete_config_with_its_numbers(name, tmp_path, wording):
 OVERLONG_TRL = (
     "GRPOTrainer('a/b', [accuracy_reward, get_soft_overlong_punishment(900, 90)], GRPOConfig(), load_dataset('c/d'))"
 )
-VERL_RUN = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a/gsm8k/train.parquet actor_rollout_ref.rollout.n=4 "
+VERL_RUN = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+    " data.train_files=a/gsm8k/train.parquet "
+)
 EVALUATES = "data.val_files=a/test.parquet trainer.test_freq=5 "
 TRL_RUN = "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward --max_steps 9 "
 SEARCH_RUN = SEARCH_R1.format(estimator="grpo", group=5, kl="true")
@@ -362,8 +365,10 @@ SAID = [
     (VERL_RUN, "best checkpoint.keep_best", True), (SEARCH_RUN, "best checkpoint.keep_best", True),
     (f"{VERL_RUN} trainer.max_actor_ckpt_to_keep=null", "best checkpoint.keep_best", True),
     (f"{VERL_RUN} trainer.max_actor_ckpt_to_keep=3", "best checkpoint.keep_best", False),
-    (TRL_RUN, "best checkpoint.keep_best", True), (f"{TRL_RUN} --save_total_limit 3", "best checkpoint.keep_best", False),
-    (EASYR1.replace(" save_limit: -1,", ""), "best checkpoint.keep_best", True), (EASYR1, "best checkpoint.keep_best", True),
+    (TRL_RUN, "best checkpoint.keep_best", True),
+    (f"{TRL_RUN} --save_total_limit 3", "best checkpoint.keep_best", False),
+    (EASYR1.replace(" save_limit: -1,", ""), "best checkpoint.keep_best", True),
+    (EASYR1, "best checkpoint.keep_best", True),
     (OVERLONG_TRL, "advantage.normalize is none", True),
     (f"{VERL_RUN} reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=9",
      "advantage.normalize is none", True),
