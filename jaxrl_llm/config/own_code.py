@@ -12,7 +12,10 @@ from typing import Any
 
 from jaxrl_llm.config.names import notebook_functions, own_files
 
-LOCAL_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+LOCAL_SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+    ast.GeneratorExp,
+)  # fmt: skip
 
 
 def digests(values: Iterable[Any]) -> dict[str, str]:
@@ -39,8 +42,6 @@ def source_in(file: Path, name: str) -> str:
 
 def _defined_names(statement: ast.stmt) -> set[str]:
     """Returns the names that a statement of a module defines."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {statement.name}
     nodes = [*_nodes_of_module(statement)]
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
@@ -48,11 +49,12 @@ def _defined_names(statement: ast.stmt) -> set[str]:
 
 
 def _nodes_of_module(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a statement, except those in functions and comprehensions, whose names are local."""
+    """Yields the nodes of a statement, except those in functions, classes and comprehensions, whose names are local."""
     yield node
+    if isinstance(node, LOCAL_SCOPES):
+        return
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, LOCAL_SCOPES):
-            yield from _nodes_of_module(child)
+        yield from _nodes_of_module(child)
 
 
 def _used_names(source: str) -> set[str]:

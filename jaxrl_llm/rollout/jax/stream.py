@@ -82,9 +82,8 @@ class Stream:
         self._awaited_answers: set[Future[list[int] | None]] = set()  # answers that were pending before the last round
         # Tokens that the decode programs computed, and the tokens that their slots could have computed.
         self.computed_tokens = self.slot_steps = 0
-        self.passes = (
-            0  # forward passes of all sequences in the decode programs; fewer than tokens if drafts were right
-        )
+        # Forward passes of all sequences in the decode programs; fewer than tokens if drafts were right.
+        self.passes = 0
 
     def run(self) -> None:
         """Samples until the wanted groups are complete."""

@@ -119,7 +119,7 @@ def why_unrepeatable(engine: str, functions: Sequence[str]) -> str:
 def choose_start(
     step: int, kept_steps: Sequence[int], decisions: Sequence[Decision], accepted: Sequence[Change]
 ) -> tuple[int, int]:
-    """Returns the step of the checkpoint to restore (0 = the start of the run), and the number of rollbacks before it.
+    """Returns the step of the checkpoint to restore (0 = the start), and the number of rollbacks before `step`.
 
     step: step to replay. kept_steps: steps of the checkpoints. decisions: rollbacks of the run. accepted: changes of
     rows and code that the run accepted.

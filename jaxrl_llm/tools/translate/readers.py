@@ -91,8 +91,14 @@ def _read(path: Path, text: str) -> ForeignConfig:
     # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
     if is_document and table in trl.TRL_TRAINERS.values() and not values.keys() & {"num_processes", "world_size"}:
         values["num_processes"] = None
-    pinned = pinned_version(table, f"{text}\n{keys.program_text}")
-    return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred), pinned)
+    return ForeignConfig(
+        table=table,
+        keys=values,
+        lost=tuple(keys.lost),
+        notes=tuple(keys.notes),
+        referred=frozenset(keys.referred),
+        pinned=pinned_version(table, f"{text}\n{keys.program_text}"),
+    )
 
 
 def pinned_version(table: TrainerTable, text: str) -> str:
