@@ -43,22 +43,23 @@ def seconds(function, *arguments) -> float:
 
 
 def slow(function, prefixes=("",)) -> list[str]:
-    """Returns the repetitions of which four times as many take more than eight times as long."""
+    """Returns the repetitions of which eight times as many take more than 24 times as long."""
     texts = [prefix + (unit * LENGTH)[:LENGTH] for prefix in prefixes for unit in UNITS]
     return [text[:60] for text in texts if is_slow(function, text)]
 
 
 def is_slow(function, text: str) -> bool:
-    # Linear time is 4 times as long, and quadratic time 16 times, on every processor. A few milliseconds say nothing.
-    # The best of five, because the first call compiles patterns and a busy machine disturbs any of them.
-    whole, quarter = float("inf"), float("inf")
+    # Linear time is 8 times as long, and quadratic time 64 times, on every processor. A few milliseconds say nothing.
+    # The best of five, because the first call compiles patterns and a busy machine disturbs any of them. Other processes
+    # also take the processor's caches, in which a short text stays and a long one does not.
+    whole, eighth = float("inf"), float("inf")
     for wait in (0, 0, 0.1, 0.5, 2):
         time.sleep(wait)
         whole = min(whole, seconds(function, text))
         if whole <= 0.005:
             return False
-        quarter = min(quarter, seconds(function, text[: len(text) // 4]))
-        if whole <= 8 * quarter:
+        eighth = min(eighth, seconds(function, text[: len(text) // 8]))
+        if whole <= 24 * eighth:
             return False
     return True
 
