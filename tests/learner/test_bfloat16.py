@@ -59,6 +59,7 @@ def gradient_errors() -> dict[str, float]:
     return {sharding.path_name(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_are_those_of_float32_also_of_4096_equal_tokens():
     """Those of the embedding and the biases are sums over all tokens, and as exact as those of kernels."""
     found = gradient_errors()

@@ -75,7 +75,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 SIZES = Sizes(prompts=16, microbatch=8, group=8, prompt_tokens=16, completion_tokens=256)
 PARTS, CHUNKS = 2, 4  # micro-batches; chunks of a micro-batch's tokens, on either mesh
-MESHES = [(1, 8, 1), (2, 2, 2)]
+MESHES = [pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 2, 2)]
 
 
 @cache

@@ -113,6 +113,7 @@ def critic_gradients(shape=(1, 1, 1), microbatch=0) -> list[tuple]:
     return made
 
 
+@pytest.mark.slow
 def test_mesh_and_micro_batch_change_no_gradient_of_a_critic():
     (ours, metrics), (theirs, expected) = critic_gradients((2, 2, 2), 4)[0], critic_gradients()[0]
     largest = max(np.abs(x).max() for x in jax.tree.leaves(theirs))

@@ -155,6 +155,7 @@ def test_scores_and_gradient_of_trees_equal_those_of_their_branches(family, shap
     jax.tree.map(lambda x, y: close(1e-5)(x / largest, y / largest), gradient, expected_gradient)
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_given_as_a_tree_has_the_scores_of_a_chain():
     batch, (model, params) = tiny.batch(), tiny.model_and_params()
     tree = dataclasses.replace(batch, tree=Tree.chains(batch.completion_mask))
@@ -179,6 +180,7 @@ def updated(batch: Batch, shape: tuple[int, int, int] = (1, 1, 1), microbatch: i
     return transfers.to_host(state.params), transfers.to_host(metrics)
 
 
+@pytest.mark.slow
 def test_an_update_on_trees_is_that_on_their_branches_on_every_mesh():
     """With the prompts in micro-batches of packed rows, and the group of a prompt in several of them."""
     batch = tree_batch()

@@ -178,6 +178,7 @@ def test_rank_and_alpha_are_a_section_of_adapters(refused):
     assert dataclasses.asdict(Lora(rank=16, alpha=32.0)) | {"name": "lora"} == shipped
 
 
+@pytest.mark.slow
 def test_micro_batches_of_packed_rows_on_a_mesh_change_no_adapter():
     one, other = one_update(), one_update(*ON_A_MESH)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), one[0], drawn(one[3]))

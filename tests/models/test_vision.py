@@ -217,12 +217,9 @@ def test_a_text_row_is_that_of_the_text_decoder_and_runs_no_tower(loaded):
     close(alone[0], expected, 1e-5)
 
 
-# Completions in two parts: `extend` after `prefill`. One of the slow cases has experts over tensor.
-@pytest.mark.parametrize(
-    "loaded",
-    ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl_moe", "gemma3"))],
-    indirect=True,
-)
+# Completions in two parts: `extend` after `prefill`. One of the models has experts over tensor.
+@pytest.mark.parametrize("loaded", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"], indirect=True)
+@pytest.mark.slow
 def test_a_mesh_parts_of_rows_and_recomputing_change_no_number(loaded):
     (_, here), gradient = scored(loaded.model)(loaded.params, loaded.batch())
     mesh = tiny.mesh_of((1, 2, 2))

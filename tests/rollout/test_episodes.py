@@ -154,6 +154,7 @@ def test_the_time_that_tools_take_changes_no_number():
     same(episodes(sampler()), episodes(sampler(), delay=0.004))
 
 
+@pytest.mark.slow
 def test_eight_devices_and_batches_in_parts_sample_the_same_episodes():
     one, other = episodes(sampler()), episodes(sampler(EIGHT, max_sequences=16))
     np.testing.assert_array_equal(one.completions, other.completions)

@@ -70,7 +70,9 @@ def by_batches() -> tuple[list, np.ndarray]:
     return texts, np.stack(scores)
 
 
-@pytest.mark.parametrize(("shape", "at_once"), [(ONE, 3), ((2, 2, 2), BATCH)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "at_once"), [(ONE, 3), pytest.param((2, 2, 2), BATCH, marks=pytest.mark.slow)], ids=str
+)
 def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_once):
     graded = evaluate(engine(shape, at_once), problems(), task(), batch=BATCH, seed=0)
     texts, scores = by_batches()

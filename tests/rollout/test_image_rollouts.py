@@ -33,7 +33,7 @@ from jaxrl_llm.structs import Batch, Prompts, Rollouts
 GROUP, LENGTH = 3, 24
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "gemma3"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def loaded(request) -> Loaded:
     return load(request.param)
 

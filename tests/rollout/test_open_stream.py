@@ -182,7 +182,7 @@ def talk(conversations: Conversations, rows: int, pages: int = 0):
 
 @pytest.mark.parametrize(
     ("rows", "pages", "continued"),
-    [(8, 0, 24), (3, 0, None), (8, 4, None)],
+    [(8, 0, 24), (3, 0, None), pytest.param(8, 4, None, marks=pytest.mark.slow)],
     ids=["a row each", "fewer rows than sessions", "few pages"],
 )
 def test_a_session_continues_in_its_row_with_the_tokens_of_a_fresh_call(rows, pages, continued):

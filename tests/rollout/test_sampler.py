@@ -333,8 +333,7 @@ def bounded(config, **bounds) -> Bounded:
     ("config", "bounds"),
     [
         (tiny.CONFIG, FEW_PAGES),
-        (tiny.CONFIG, ALL_DEVICES),
-        pytest.param(tiny.GEMMA, ALL_DEVICES, marks=pytest.mark.slow),
+        *(pytest.param(config, ALL_DEVICES, marks=pytest.mark.slow) for config in (tiny.CONFIG, tiny.GEMMA)),
     ],
     ids=["one device", "8 devices", "gemma on 8 devices"],
 )
@@ -432,10 +431,9 @@ class Tool:
 
 
 @pytest.mark.parametrize(
-    "bounds",
-    [dict(most=12, pages=12), pytest.param(ALL_DEVICES | dict(pages=10), marks=pytest.mark.slow)],
-    ids=["gemma", "gemma on 8 devices"],
+    "bounds", [dict(most=12, pages=12), ALL_DEVICES | dict(pages=10)], ids=["gemma", "gemma on 8 devices"]
 )
+@pytest.mark.slow
 def test_the_trainer_agrees_on_episodes_whatever_their_pages(bounds, monkeypatch):
     for module in (stream, layout, sizes):
         monkeypatch.setattr(module, "CHUNK_TOKENS", (2, 4))

@@ -40,6 +40,7 @@ def sampled(mesh: jax.sharding.Mesh, trainer: jax.sharding.Mesh) -> Rollouts:
     return engine.sample(prompts, jax.random.key(0), group_size=tiny.G, sampling=Sampling())
 
 
+@pytest.mark.slow
 def test_completions_of_devices_beside_the_trainers_are_those_of_a_shared_mesh():
     alone = meshes.make_meshes(4, data=1, fsdp=-1, tensor=1)[1]
     assert (alone.devices.shape, [d.id for d in alone.devices.flat]) == ((4, 1, 1), [4, 5, 6, 7])

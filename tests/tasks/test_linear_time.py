@@ -50,8 +50,8 @@ def slow(function, prefixes=("",)) -> list[str]:
 
 def is_slow(function, text: str) -> bool:
     # Linear time is 8 times as long, and quadratic time 64 times, on every processor. A few milliseconds say nothing.
-    # The best of five, because the first call compiles patterns and a busy machine disturbs any of them. Other processes
-    # also take the processor's caches, in which a short text stays and a long one does not.
+    # The best of five, because the first call compiles patterns and a busy machine disturbs any of them. A short text
+    # may stay in the processor's caches where a long one does not.
     whole, eighth = float("inf"), float("inf")
     for wait in (0, 0, 0.1, 0.5, 2):
         time.sleep(wait)

@@ -328,7 +328,12 @@ def counted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bounds", "episodes"), [(dict(most=12, pages=14), False), (dict(mesh=(2, 2, 2), most=16, pages=7), True)], ids=str
+    ("bounds", "episodes"),
+    [
+        pytest.param(dict(most=12, pages=14), False, marks=pytest.mark.slow),
+        (dict(mesh=(2, 2, 2), most=16, pages=7), True),
+    ],
+    ids=str,
 )
 def test_the_expected_calls_are_those_of_the_real_stream(bounds, episodes, counted):
     length, devices = 24, 4 if "mesh" in bounds else 1
