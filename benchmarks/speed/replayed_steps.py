@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # shipped config, and what dif
     "lora": ("lora", {}),
     "search": ("search_grpo", {}),
     "pictures": ("pictures", {}),
-    "epochs": ("grpo", {"prompts_per_update": 4, "epochs": 2, "microbatch": 2}),
+    "epochs": ("grpo", {"prompts_per_step": 16, "epochs": 2, "microbatch": 4}),  # two updates of two micro-batches each
     "lag": ("grpo", {"rollout.max_lag": 1, "rollout.partial": 4}),
 }
 MESHES = {"1": {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}, "4 x 2": {"mesh.data": 4, "mesh.tensor": 2}}
