@@ -245,6 +245,15 @@ def test_a_replay_on_another_machine_names_what_differs(run):
     assert replace(start, notes={}).other_machine() == replace(start, notes=None).other_machine() == ""
 
 
+def test_a_step_of_another_machine_is_made_only_where_that_is_allowed(run, monkeypatch):
+    machine = alike.machine() | {"JAX": "0.1"}
+    monkeypatch.setattr(alike, "machine", lambda: machine)
+    with pytest.raises(UserError, match=r"--step 2.*JAX.*--other-machine"):
+        replay.step(run, 2)
+    with pytest.raises(UserError, match="group_size"):  # the next check
+        replay.step(run, 2, other_machine=True, changes={"group_size": "2"})
+
+
 def test_the_start_of_a_replay_is_the_newest_checkpoint_of_its_attempt():
     assert choose_start(5, [2, 4, 5], [], []) == (4, 0)
     assert choose_start(2, [2, 4], [], []) == (0, 0)

@@ -33,7 +33,10 @@ def main() -> None:
             recomputed = from_file.loss_and_gradient(record, args.model)
     else:
         changes = dict(change.split("=", 1) for change in args.change)
-        record = step(args.run, args.step, with_gradient=bool(args.to or args.export), changes=changes)
+        with_gradient = bool(args.to or args.export)
+        record = step(
+            args.run, args.step, with_gradient=with_gradient, changes=changes, other_machine=args.other_machine
+        )
     lines = verdict(record) + comparison(record.what_if)
     lines += made_again(record, recomputed, args.model) if args.source else []
     print("\n".join(map(printable, lines)), flush=True)
@@ -53,6 +56,8 @@ def parse() -> Namespace:
     parser.add_argument("--run", type=Path, metavar="DIR", help=about_run)
     parser.add_argument("--step", type=int, metavar="N", help="step to make again, from 1")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="file of --export, instead of a run")
+    about_machine = "make the step although the run had another processor, number of devices, or version of a package"
+    parser.add_argument("--other-machine", action="store_true", help=about_machine)
     about_model = "with --from: weights before the step, or its adapters (default for step 1: the config's model)"
     parser.add_argument("--model", default="", metavar="DIR", help=about_model)
     parser.add_argument("--to", type=Path, metavar="FILE.html", help="also write a page about the step")
@@ -64,6 +69,8 @@ def parse() -> Namespace:
         raise UserError("use either --run DIR with --step N, or --from FILE alone")
     if args.source and (args.change or args.export):
         raise UserError("--change and --export need the weights of the run: use them with --run DIR --step N")
+    if args.source and args.other_machine:
+        raise UserError("--other-machine has no effect with --from, which always allows another machine: remove it")
     if args.model and not args.source:
         raise UserError(f"--model {args.model} has no effect with --run, which has the weights: remove --model")
     for change in args.change:

@@ -16,6 +16,7 @@ from jaxrl_llm.build import Parts
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import encoding
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.session import alike
 from jaxrl_llm.session.log import json_number, thumbnails
 from jaxrl_llm.session.record import Record
@@ -40,16 +41,23 @@ def step(
     *,
     with_gradient: bool = True,
     changes: Mapping[str, str] = MappingProxyType({}),
+    other_machine: bool = False,
     show: Callable[[str], None] = print,
 ) -> StepRecord:
     """Makes step `number` of a run again, and returns its record. Writes nothing into the folder of the run.
 
     run: work directory of a run of train, which may be running or in a bucket. with_gradient: whether to compute the
     gradient of each completion, in one more pass over the batch. changes: {config field: value as text}, settings with
-    which the updates are made once more, to be compared. show: shows one line, which says how many steps run.
+    which the updates are made once more, to be compared. other_machine: whether the processor, the number of devices or
+    a version may differ from the run's, where rounding differs. show: shows one line, which says how many steps run.
     Raises: UserError, if the step cannot be made again, or if a changed field would change its samples.
     """
     start = find_start(Path(run), number)
+    if not other_machine and (difference := start.other_machine()):
+        raise UserError(
+            f"--step {number}: the machine of {run} differs from this one ({difference}), so the step may differ by "
+            f"rounding: add --other-machine to compare within {RELATIVE:.1%}"
+        )
     compared = read_changes(start.folder, changes) if changes else None
     show(start.announcement())
     with restored_run(start) as (session, parts, lease):
