@@ -37,6 +37,7 @@ class Credit:
     top_entropy: float  # share of the tokens, those of highest entropy, in the policy loss; 1 = all
     updates: int  # number of optimizer steps on a rollout
     loss_columns: tuple[str, ...] = ()  # names of the scores that the loss reads
+    turn_channel: str = ""  # channel that adds up the rewards of turns; "" if the run has no such channel
 
 
 def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
@@ -87,6 +88,11 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
             "token_rewards": put_on_last_token(shaped_rewards, mask) - penalty,
             "loss_mask": mask,
         }
+        if estimator.needs_turns:
+            earned = turn_rewards(rewards, credit.turn_channel, weights[credit.turn_channel])
+            token_rewards = put_on_last_token(shaped_rewards - jnp.sum(earned, axis=-1), mask) + earned
+            inputs |= {"turn_numbers": rewards.turn_numbers, "turn_rewards": earned}
+            inputs |= {"token_rewards": token_rewards - penalty}
         if rewards.greedy is not None:
             if overlong_tokens:
                 # The baseline must have the same penalty as the reward.
@@ -100,6 +106,8 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         metrics = reward_metrics(total, channels)
         metrics |= penalty_metrics(penalty, mask, coefs["kl/coef"]) if credit.kl else {}
         metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
+        if estimator.needs_turns:
+            metrics |= {"reward/turns": jnp.mean(jnp.sum(inputs["turn_rewards"], axis=-1), where=has_reward)}
         if credit.returns:
             returns = credit.returns(inputs["token_rewards"], scores["values"], mask)
             columns |= {"returns": returns}
@@ -119,6 +127,16 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         return replace(batch, **assigned, **used_columns, columns=columns), metrics
 
     return assign_credit
+
+
+def turn_rewards(rewards: Rewards, channel: str, weight: float) -> Float[Array, "B G C"]:
+    """Returns the reward of each turn on its last token, and 0 elsewhere.
+
+    channel: reward function that adds up the rewards of turns; weight: its weight. Where it returned no number, the
+    total of a completion has no rewards of turns, so these rewards are 0.
+    """
+    has_number = ~jnp.isnan(rewards.channels[channel])[..., None]
+    return weight * jnp.where(has_number, jnp.nan_to_num(rewards.turn_rewards), 0.0)
 
 
 def put_on_last_token(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G C"]:
