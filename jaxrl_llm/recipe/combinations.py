@@ -150,7 +150,8 @@ def check_columns(recipe: Recipe) -> None:
     scores = {"critic": "values"} if recipe.critic else {}
     scores |= {section: column_of(section) for section in recipe.frozen}
     columns, loss, advantage = (*COLUMNS, *scores.values()), recipe.loss, recipe.advantage
-    inputs = *advantages.REWARD_INPUTS, *advantages.TURN_INPUTS, *columns
+    turn_inputs = advantages.TURN_INPUTS if recipe.estimator.needs_turns else ()
+    inputs = *advantages.REWARD_INPUTS, *turn_inputs, *columns
     check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, columns)
     check_inputs(f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, inputs)
     for section, column in scores.items():

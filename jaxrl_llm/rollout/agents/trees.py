@@ -109,8 +109,8 @@ def place_rewards(turn_numbers: np.ndarray, rewards: Sequence[tuple[float, ...]]
     """
     placed = np.full(turn_numbers.shape, np.nan, np.float32)
     flat_numbers, flat_placed = (x.reshape(len(rewards), -1) for x in (turn_numbers, placed))
-    for numbers, row, of_calls in zip(flat_numbers, flat_placed, rewards, strict=True):
+    for numbers, row, call_rewards in zip(flat_numbers, flat_placed, rewards, strict=True):
         for number in np.unique(numbers[numbers >= 0]):
             # The tokens of a call follow each other, even if another call's prompt parts them into two nodes.
-            row[np.flatnonzero(numbers == number)[-1]] = of_calls[number] if of_calls else 0.0
+            row[np.flatnonzero(numbers == number)[-1]] = call_rewards[number] if call_rewards else 0.0
     return placed
