@@ -16,6 +16,7 @@ from test_steps import numbers, written
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config.load import load
 from jaxrl_llm.rollout.agents.trees import episode_trees, place_rewards
 from jaxrl_llm.rollout.agents.verdicts import AgentResult
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -150,3 +151,15 @@ def test_turns_of_partial_rollouts_with_a_lag_survive_a_resume(tmp_path):
         next(record for record in run if record["step"] == 2)
     list(steps(config, tmp_path / "run"))
     assert numbers(written(tmp_path / "run")) == numbers(whole)
+
+
+@pytest.mark.slow
+def test_a_critic_learns_the_rewards_that_follow_a_turn(tmp_path):
+    config, ppo = by_turns(num_steps=2), load("ppo")
+    with config.unlocked():
+        config.critic, config.advantage = ppo.critic, ppo.advantage
+        config.advantage.name, config.critic.warmup_steps = "gae_turns", 0
+    config.critic.optim.warmup_steps = 0
+    for record in steps(config, tmp_path / "run"):
+        assert record["reward/turns"] == pytest.approx(record["reward/mean"])
+        assert np.isfinite([record["grad_norm"], record["critic/explained_variance"], record["loss/total"]]).all()
