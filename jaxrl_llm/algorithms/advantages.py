@@ -130,17 +130,14 @@ def grpo_turns(
     completion itself. So each further turn costs the mean reward of a turn, and the policy learns to stop early
     (verl issue 7244).
     """
-    b, g, c = turn_numbers.shape
-    members = jnp.ones((b, g), bool) if has_reward is None else has_reward
-    index = jnp.maximum(turn_numbers, 0)
-    rows = jnp.arange(b)[:, None, None], jnp.arange(g)[:, None]
     # Slot t of the last axis belongs to turn t of a completion, which has at most C turns.
-    by_turn = jnp.zeros((b, g, c), rewards.dtype).at[*rows, index].add(turn_rewards)
-    has_turn = jnp.zeros((b, g, c), bool).at[*rows, index].max(turn_numbers >= 0) & members[..., None]
-    to_go = jnp.cumsum(by_turn[..., ::-1], axis=-1)[..., ::-1]
-    baseline = jnp.sum(to_go, axis=1, keepdims=True, where=has_turn) / jnp.maximum(
-        jnp.sum(has_turn, axis=1, keepdims=True), 1
-    )
+    sum_by_turn = jax.vmap(jax.vmap(partial(jax.ops.segment_sum, num_segments=turn_numbers.shape[-1])))
+    is_sampled, index = turn_numbers >= 0, jnp.maximum(turn_numbers, 0)
+    counts = is_sampled if has_reward is None else is_sampled & has_reward[..., None]
+    has_turn = sum_by_turn(counts.astype(jnp.int32), index) > 0
+    to_go = jnp.cumsum(sum_by_turn(turn_rewards, index)[..., ::-1], axis=-1)[..., ::-1]
+    completions = jnp.maximum(jnp.sum(has_turn, axis=1, keepdims=True), 1)
+    baseline = jnp.sum(to_go, axis=1, keepdims=True, where=has_turn) / completions
     outcome = rewards - jnp.sum(turn_rewards, axis=-1)
     centered = _centered(outcome, has_reward)[..., None] + to_go - baseline
     signal = _zero_without_signal(jnp.ones_like(rewards), rewards, has_reward)

@@ -20,7 +20,7 @@ class TraceCall(NamedTuple):
     completion: tuple[int, ...]
     logprobs: tuple[float, ...]  # of the completion's tokens
     versions: tuple[int, ...]  # version of the weights of each token of the completion
-    number: int = 0  # of the call in its episode
+    number: int = 0  # number of the call in its episode
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class TraceNode:
     logprobs: tuple[float, ...] = ()  # of sampled tokens; empty if other programs wrote the tokens
     versions: tuple[int, ...] = ()  # version of the weights of each sampled token
     children: list[TraceNode] = field(default_factory=list)
-    number: int = -1  # of the call that sampled the tokens; -1 if other programs wrote them
+    number: int = -1  # number of the call that sampled the tokens; -1 if other programs wrote them
 
     @property
     def is_sampled(self) -> bool:

@@ -92,11 +92,14 @@ def _reward(metrics: Mapping[str, float], weights: Mapping[str, float] | None) -
 def verdict_metrics(verdict: Any) -> dict[str, float]:
     """Returns the metrics of a verdict: a number, a dict of numbers, or None. A value None of a dict is left out.
 
+    The value of `turns` may be a list, whose sum is a metric.
+
     Raises: TypeError, ValueError, for any other value.
     """
     if isinstance(verdict, Mapping):
-        numbers = {f"{CHANNEL}{key}": value for key, value in verdict.items() if value is not None and key != TURNS}
-        numbers |= {TURN_SUM: sum(turn_rewards(verdict))} if TURNS in verdict else {}
+        turns = {TURN_SUM: sum(turn_rewards(verdict))} if _has_turns(verdict) else {}
+        others = {key: value for key, value in verdict.items() if not (turns and key == TURNS)}
+        numbers = {f"{CHANNEL}{key}": value for key, value in others.items() if value is not None} | turns
     else:
         numbers = {} if verdict is None else {NUMBER: verdict}
     return {name: _number(value, verdict) for name, value in numbers.items()}
@@ -107,8 +110,12 @@ def turn_rewards(verdict: Any) -> tuple[float, ...]:
 
     None in the list counts as 0. Raises: TypeError, ValueError, for any other value that is no number.
     """
-    rewards = verdict.get(TURNS) if isinstance(verdict, Mapping) else None
-    return tuple(0.0 if reward is None else _number(reward, verdict) for reward in rewards or ())
+    rewards = verdict[TURNS] if _has_turns(verdict) else ()
+    return tuple(0.0 if reward is None else _number(reward, verdict) for reward in rewards)
+
+
+def _has_turns(verdict: Any) -> bool:
+    return isinstance(verdict, Mapping) and TURNS in verdict and isinstance(verdict[TURNS], (list, tuple))
 
 
 def _number(value: Any, verdict: Any) -> float:

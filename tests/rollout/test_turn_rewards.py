@@ -100,15 +100,16 @@ def test_a_reward_of_an_agent_lies_on_the_last_token_of_its_call_in_a_tree():
 
 
 def test_the_rewards_of_calls_count_in_the_reward_of_the_agent():
-    result = AgentResult.of({"right": 2.0, "turns": [1.0, None, 0.5]})
+    result = AgentResult.from_verdict({"right": 2.0, "turns": [1.0, None, 0.5]})
     assert result.turn_rewards == (1.0, 0.0, 0.5)
     episode = result.metrics | {"unscored": 0.0}
     assert reward([""], [episode]) == [3.5]
     assert reward([""], [episode], weights={"right": 0.5}) == [2.5]
-    assert AgentResult.of(2.0).turn_rewards == AgentResult.of(None).turn_rewards == ()
-    for wrong in ("abc", [float("nan")], [[1.0]], 3):
+    assert AgentResult.from_verdict(2.0).turn_rewards == AgentResult.from_verdict(None).turn_rewards == ()
+    assert AgentResult.from_verdict({"turns": 3}).metrics == {"reward_turns": 3.0}  # a number is like any other key
+    for wrong in ("abc", [float("nan")], [[1.0]]):
         with pytest.raises((TypeError, ValueError)):
-            AgentResult.of({"turns": wrong})
+            AgentResult.from_verdict({"turns": wrong})
 
 
 def by_turns(kind: str = "Thoughtful", **changes: Any) -> Any:

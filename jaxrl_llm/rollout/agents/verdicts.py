@@ -34,7 +34,7 @@ class AgentResult(NamedTuple):
     turn_rewards: tuple[float, ...] = ()  # rewards of its calls; () if it has judged none
 
     @classmethod
-    def of(cls, verdict: Any) -> AgentResult:
+    def from_verdict(cls, verdict: Any) -> AgentResult:
         """Returns the result of an agent that has returned a verdict. Raises: TypeError, ValueError."""
         return cls(verdict_metrics(verdict), turn_rewards=turn_rewards(verdict))
 
@@ -52,7 +52,7 @@ class FunctionRunner:
                 verdict = self._agent(endpoint, row)
                 if inspect.isawaitable(verdict):
                     verdict = asyncio.run(self._await(verdict))
-                return AgentResult.of(verdict)
+                return AgentResult.from_verdict(verdict)
             except (Exception, SystemExit) as error:
                 return AgentResult({}, describe(error))
 
@@ -119,7 +119,7 @@ class CommandRunner:
         if code:
             text = output_file.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace").strip()
             return AgentResult({}, f"it ended with exit code {code}: {text}")
-        return AgentResult.of(json.loads(reward_file.read_bytes()) if reward_file.exists() else None)
+        return AgentResult.from_verdict(json.loads(reward_file.read_bytes()) if reward_file.exists() else None)
 
     def _wait(self, process_id: int, stopped: Event) -> bool:
         """Waits for the end of a program without reaping it. Returns False if its time is over, or the run stops."""
