@@ -492,7 +492,9 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ca
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
-    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments, inputs.agents)
+    task = CompletionTask(
+        inputs.tokenizer, reward_fn, inputs.environments, inputs.agents, keeps_turns=recipe.estimator.needs_turns
+    )
     length = recipe.rollout.max_completion_tokens
     source = SampleSource(
         sampling_plan=recipe.sampling_plan,

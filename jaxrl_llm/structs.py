@@ -218,6 +218,9 @@ class Rollouts:
     versions: AnyArray  # [B, G, C] int32, step after which the sampling weights were pushed
     episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} that the environment measured
     tree: Tree | None = None  # None if each token of a completion follows the token before it
+    # The turns, for an estimator that assigns credit by the turn; None for any other estimator.
+    turn_numbers: AnyArray = None  # [B, G, C] int32, number of the turn of each sampled token, from 0; -1 elsewhere
+    turn_rewards: AnyArray = None  # [B, G, C] float32, reward of a turn on its last token, NaN elsewhere
 
     @classmethod
     def from_checkpoint(cls, fields: dict[str, Any]) -> Rollouts:
@@ -240,6 +243,8 @@ class Rewards:
     channels: dict[str, AnyArray]  # {function: [B, G]}, NaN where the function abstained
     greedy: AnyArray = None  # [B, 1], total of each prompt's greedy completion, if the estimator needs it
     greedy_lengths: AnyArray = None  # [B, 1], tokens of each prompt's greedy completion
+    turn_numbers: AnyArray = None  # [B, G, C], of `Rollouts`
+    turn_rewards: AnyArray = None  # [B, G, C], of `Rollouts`, before the weight of the reward function
 
 
 @jax.tree_util.register_dataclass

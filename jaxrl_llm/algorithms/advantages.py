@@ -8,7 +8,11 @@ has_reward [B, G]        False where no function with a weight returned a number
                          the completion is not trained on, and it must not count in means and deviations
 channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
 greedy_rewards [B]       reward of the greedy completion of each prompt, which the run samples for this estimator
-token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
+token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token; for an estimator with an
+                         input of turns, the rewards of turns are on the last tokens of the turns
+turn_rewards [B, G, C]   reward of a turn on its last token, with the weight of its function, and 0 elsewhere; `rewards`
+                         and `task_rewards` include its sum
+turn_numbers [B, G, C]   number of the turn of each token that the policy sampled, from 0; -1 elsewhere
 loss_mask [B, G, C]      True on trained tokens
 
 and the columns [B, G, C] of the models that score, before the first update (`learner.scorers`):
@@ -34,13 +38,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
 PENALIZED_INPUTS = "rewards", "token_rewards"  # inputs that include the penalties
+TURN_INPUTS = "turn_rewards", "turn_numbers"  # inputs that only a run with several turns has
 REWARD_INPUTS = (*PENALIZED_INPUTS, "task_rewards", "has_reward", "channels", "weights", "greedy_rewards", "loss_mask")
 
 
@@ -67,6 +72,11 @@ class Estimator:
         """Whether the run also samples the greedy completion of each prompt."""
         return "greedy_rewards" in self.inputs
 
+    @property
+    def needs_turns(self) -> bool:
+        """Whether the estimator assigns credit by the turn."""
+        return bool({*TURN_INPUTS} & set(self.inputs))
+
 
 @declares(Trait.COMPARES_GROUP, Trait.DIVIDES)
 def grpo(
@@ -90,6 +100,55 @@ def grpo(
     centered = _centered(rewards, has_reward, task_rewards)
     axis = {"group": 1, "batch": None}[normalize]
     return centered / (_deviation(rewards, has_reward, axis) + epsilon)
+
+
+@declares(Trait.COMPARES_GROUP, Trait.DIVIDES, Trait.VARIES_BY_TOKEN)
+def grpo_turns(
+    rewards: Float[Array, "B G"],
+    turn_rewards: Float[Array, "B G C"],
+    turn_numbers: Int[Array, "B G C"],
+    has_reward: Bool[Array, "B G"] | None = None,
+    task_rewards: Float[Array, "B G"] | None = None,
+    *,
+    normalize: Literal["group", "none"] = "group",
+    epsilon: NotNegative = 1e-4,
+) -> Float[Array, "B G C"]:
+    """Computes group-relative advantages of turns: the outcome, and the rewards from the turn on. G >= 2.
+
+    A token of turn t of completion i has the advantage a_it / (s + epsilon), with
+
+        a_it = o_i - mean_group o + z_it - mean_{j has a turn t} z_jt,    z_it = sum_{u >= t} r_iu,
+        s^2 = sum_i mean_t a_it^2 / (G - 1); normalize = "none" divides by 1.
+
+    r_iu: reward of turn u. o_i: the other rewards of the completion, which do not belong to a turn. Without rewards of
+    turns, this is `grpo`. A group with equal rewards has A = 0, as in `grpo`. If no other completion of the group has a
+    turn t, only the outcome counts there.
+
+    The baseline of a turn follows from other completions, and from the fact that the completion has this turn. It does
+    not depend on whether turn t is the last one, so it leaves the expected gradient unchanged. The advantage of
+    arXiv 2505.11821 for several turns, sum_{u >= t} (r_iu - mean_u r_u), subtracts one term for each turn of the
+    completion itself. So each further turn costs the mean reward of a turn, and the policy learns to stop early
+    (verl issue 7244).
+    """
+    # Slot t of the last axis belongs to turn t of a completion, which has at most C turns.
+    sum_by_turn = jax.vmap(jax.vmap(partial(jax.ops.segment_sum, num_segments=turn_numbers.shape[-1])))
+    is_sampled, index = turn_numbers >= 0, jnp.maximum(turn_numbers, 0)
+    counts = is_sampled if has_reward is None else is_sampled & has_reward[..., None]
+    has_turn = sum_by_turn(counts.astype(jnp.int32), index) > 0
+    to_go = jnp.cumsum(sum_by_turn(turn_rewards, index)[..., ::-1], axis=-1)[..., ::-1]
+    completions = jnp.maximum(jnp.sum(has_turn, axis=1, keepdims=True), 1)
+    baseline = jnp.sum(to_go, axis=1, keepdims=True, where=has_turn) / completions
+    outcome = rewards - jnp.sum(turn_rewards, axis=-1)
+    centered = _centered(outcome, has_reward)[..., None] + to_go - baseline
+    signal = _zero_without_signal(jnp.ones_like(rewards), rewards, has_reward)
+    if normalize == "group":
+        signal = signal if task_rewards is None else _zero_without_signal(signal, task_rewards, has_reward)
+        turns = jnp.maximum(jnp.sum(has_turn, axis=-1), 1)
+        squares = jnp.sum(centered**2, axis=-1, where=has_turn) / turns
+        others = jnp.maximum(_count_rewarded(rewards, has_reward) - 1, 1)
+        centered /= (jnp.sqrt(jnp.sum(squares, axis=1, keepdims=True) / others) + epsilon)[..., None]
+    # Where the signal is 0, `centered` is a rounding error or the reward of a completion that does not count.
+    return jnp.where(signal[..., None] > 0, jnp.take_along_axis(centered, index, axis=-1), 0.0)
 
 
 @declares(Trait.COMPARES_GROUP)
@@ -232,6 +291,55 @@ def gae(
     reward, value, trained = (jnp.moveaxis(x, 2, 0) for x in (token_rewards, values, loss_mask))
     # The scan runs backwards, because a token's advantage needs the advantages of the later tokens.
     _, advantages = jax.lax.scan(step_back, (zeros, zeros), (reward, value, trained), reverse=True)
+    advantages = jnp.moveaxis(advantages, 0, 2)
+    return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
+
+
+@declares(Trait.VARIES_BY_TOKEN, Trait.NEEDS_CHAINS)
+def gae_turns(
+    token_rewards: Float[Array, "B G C"],
+    turn_numbers: Int[Array, "B G C"],
+    values: Float[Array, "B G C"],
+    loss_mask: Bool[Array, "B G C"],
+    *,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
+    token_gamma: Share = 1.0,
+    token_lam: Share = 1.0,
+    normalize: bool = True,
+    epsilon: NotNegative = 1e-8,
+) -> Float[Array, "B G C"]:
+    """Computes generalized advantage estimates on two levels (VAGEN, arXiv 2510.16907): turns, and tokens of a turn.
+
+    The last trained token e of a turn looks at that of the next turn, e', and discounts by the turn:
+
+        A_e = r_e + gamma (q + V_e') - V_e + gamma lam A_e',    q = sum of r over the tokens of the next turn before e'.
+
+    Any other token i looks at the next trained token of its turn, i':
+
+        A_i = r_i + token_gamma V_i' - V_i + token_gamma token_lam A_i'.
+
+    A and V are 0 after the last turn. The paper leaves out q, which is not 0 if tokens have a KL penalty. With q,
+    A equals that of `gae` if all four factors are 1, and also if each turn has one token. normalize: whether to whiten
+    over trained tokens.
+    """
+
+    def step_back(later: tuple[Array, ...], token: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+        next_number, next_value, next_advantage, end_value, end_advantage, q = later
+        reward, value, number, trained = token
+        is_end = number != next_number
+        at_end = reward + gamma * (q + end_value) - value + gamma * lam * end_advantage
+        within = reward + token_gamma * next_value - value + token_gamma * token_lam * next_advantage
+        advantage = jnp.where(is_end, at_end, within)
+        end = (jnp.where(is_end, x, y) for x, y in ((value, end_value), (advantage, end_advantage), (0.0, q + reward)))
+        # An untrained token passes on the values and advantages of later tokens.
+        carry = tuple(jnp.where(trained, x, y) for x, y in zip((number, value, advantage, *end), later, strict=True))
+        return carry, jnp.where(trained, advantage, 0.0)
+
+    zeros = jnp.zeros(loss_mask.shape[:2], values.dtype)
+    no_number = jnp.full(zeros.shape, -1, turn_numbers.dtype)
+    tokens = tuple(jnp.moveaxis(x, 2, 0) for x in (token_rewards, values, turn_numbers, loss_mask))
+    _, advantages = jax.lax.scan(step_back, (no_number, *[zeros] * 5), tokens, reverse=True)
     advantages = jnp.moveaxis(advantages, 0, 2)
     return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
 

@@ -37,6 +37,7 @@ class Credit:
     top_entropy: float  # share of the tokens, those of highest entropy, in the policy loss; 1 = all
     updates: int  # number of optimizer steps on a rollout
     loss_columns: tuple[str, ...] = ()  # names of the scores that the loss reads
+    turn_channel: str = ""  # channel that adds up the rewards of turns; "" if the run has no such channel
 
 
 def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
@@ -87,12 +88,11 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
             "token_rewards": put_on_last_token(shaped_rewards, mask) - penalty,
             "loss_mask": mask,
         }
+        inputs |= turn_inputs(credit, rewards, shaped_rewards, penalty, mask) if estimator.needs_turns else {}
         if rewards.greedy is not None:
             if overlong_tokens:
                 # The baseline must have the same penalty as the reward.
-                greedy_rewards = greedy_rewards + overlong_penalty(
-                    rewards.greedy_lengths, mask.shape[-1], overlong_tokens
-                )
+                greedy_rewards += overlong_penalty(rewards.greedy_lengths, mask.shape[-1], overlong_tokens)
             inputs["greedy_rewards"] = jnp.nan_to_num(greedy_rewards)[:, 0]
         advantage = estimator.compute(**{name: inputs[name] for name in estimator.inputs})
         by_token = advantage if advantage.ndim == 3 else advantage[..., None]
@@ -100,6 +100,7 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         metrics = reward_metrics(total, channels)
         metrics |= penalty_metrics(penalty, mask, coefs["kl/coef"]) if credit.kl else {}
         metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
+        metrics |= turn_metrics(inputs) if estimator.needs_turns else {}
         if credit.returns:
             returns = credit.returns(inputs["token_rewards"], scores["values"], mask)
             columns |= {"returns": returns}
@@ -119,6 +120,30 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         return replace(batch, **assigned, **used_columns, columns=columns), metrics
 
     return assign_credit
+
+
+def turn_inputs(
+    credit: Credit,
+    rewards: Rewards,
+    shaped_rewards: Float[Array, "B G"],
+    penalty: Float[Array, "B G C"],
+    mask: Bool[Array, "B G C"],
+) -> Columns:
+    """Returns the inputs of an estimator that assigns credit by the turn; all others do not depend on turns.
+
+    shaped_rewards: rewards with the overlong penalty. The rewards of turns are on the last tokens of the turns, and all
+    other rewards on the last token of the completion, so that the sum of a completion stays the same.
+    """
+    # Where the function that adds up the rewards of turns returned no number, the sum of a completion lacks them.
+    has_sum = ~jnp.isnan(rewards.channels[credit.turn_channel])[..., None]
+    earned = credit.weights[credit.turn_channel] * jnp.where(has_sum, jnp.nan_to_num(rewards.turn_rewards), 0.0)
+    token_rewards = put_on_last_token(shaped_rewards - jnp.sum(earned, axis=-1), mask) + earned - penalty
+    return {"turn_numbers": rewards.turn_numbers, "turn_rewards": earned, "token_rewards": token_rewards}
+
+
+def turn_metrics(inputs: Columns) -> Columns:
+    """Returns reward/turns: the mean sum of the rewards of a completion's turns, over completions with a reward."""
+    return {"reward/turns": jnp.mean(jnp.sum(inputs["turn_rewards"], axis=-1), where=inputs["has_reward"])}
 
 
 def put_on_last_token(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G C"]:

@@ -67,7 +67,14 @@ def learning_programs(
     examples, score = example_shapes(sizes, prompt_sizes, learning.mesh)
     unscored = replace(examples, sampler_logprobs=score)
     total = shape_of((b, g), jnp.float32)
-    rewards = Rewards(total, dict.fromkeys(channels, total), shape_of((b, 1), jnp.float32), shape_of((b, 1), jnp.int32))
+    rewards = Rewards(
+        total,
+        dict.fromkeys(channels, total),
+        greedy=shape_of((b, 1), jnp.float32),
+        greedy_lengths=shape_of((b, 1), jnp.int32),
+        turn_numbers=examples.completions,
+        turn_rewards=score,
+    )
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
     states = learning.device_shapes()
     coefs = jax.eval_shape(learning.coefficients, states)

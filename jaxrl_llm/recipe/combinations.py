@@ -106,6 +106,8 @@ def check_advantage(recipe: Recipe) -> None:
             f"config.group_size = 1: advantage {advantage.name!r} compares the completions of a group, so group_size "
             "must be 2 or more"
         )
+    if recipe.estimator.needs_turns:
+        check_turn_rewards(recipe)
     arguments = advantage.arguments
     if estimator == "pass_at_k" and arguments["k"] > group:
         raise UserError(f"config.advantage.k = {arguments['k']} must be between 1 and config.group_size = {group}")
@@ -113,6 +115,27 @@ def check_advantage(recipe: Recipe) -> None:
         raise UserError(
             "config.advantage.epsilon = 0: a group with equal rewards would be divided by 0; set epsilon above 0, "
             "for example 1e-4"
+        )
+
+
+def check_turn_rewards(recipe: Recipe) -> None:
+    """Checks that the completions of the run have several turns, and that turns have rewards."""
+    problem = f"config.advantage.name = {recipe.advantage.name!r} assigns credit by the turn, but"
+    if not recipe.env:
+        raise UserError(
+            f"{problem} without config.env a completion is one turn: add the section env, or choose another advantage"
+        )
+    most = recipe.agents.calls if recipe.agents else recipe.turns and recipe.turns.most
+    if most == 1:
+        field = "env.calls" if recipe.agents else "turns.most"
+        raise UserError(
+            f"{problem} config.{field} = 1 allows a single turn: raise {field}, or choose another advantage"
+        )
+    if not recipe.turn_channel:
+        name = "agents.reward" if recipe.agents else "environment.reward"
+        raise UserError(
+            f"{problem} no reward function of the run counts the rewards of turns: add {name!r} with a weight to "
+            "config.reward.functions, or choose another advantage"
         )
 
 
@@ -127,10 +150,10 @@ def check_columns(recipe: Recipe) -> None:
     scores = {"critic": "values"} if recipe.critic else {}
     scores |= {section: column_of(section) for section in recipe.frozen}
     columns, loss, advantage = (*COLUMNS, *scores.values()), recipe.loss, recipe.advantage
+    turn_inputs = advantages.TURN_INPUTS if recipe.estimator.needs_turns else ()
+    inputs = *advantages.REWARD_INPUTS, *turn_inputs, *columns
     check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, columns)
-    check_inputs(
-        f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, advantages.REWARD_INPUTS + columns
-    )
+    check_inputs(f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, inputs)
     for section, column in scores.items():
         if column not in {*recipe.loss_columns, *recipe.estimator.inputs, "reward_model_scores"}:
             raise UserError(

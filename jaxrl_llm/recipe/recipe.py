@@ -34,6 +34,7 @@ from jaxrl_llm.session import settings as session
 from jaxrl_llm.structs import Array, Sizes
 from jaxrl_llm.tasks.agents import AgentSettings
 
+TURN_CHANNELS = "environment.reward", "agents.reward"  # reward functions that add up the rewards of turns
 WEIGHTED = "_weighted"  # suffix of KL estimators that are multiplied by pi / pi_old
 # The share stays below 1, so that a skipped prompt is sampled again from time to time, and may have a signal then.
 SkipShare = Annotated[float, Field(float, low=0, high=0.95, exclusive=True)]
@@ -419,6 +420,12 @@ class Recipe(Settings):
         """Whether the KL penalty is multiplied by the ratio pi / pi_old."""
         return self.kl is not None and self.kl.estimator.endswith(WEIGHTED)
 
+    @property
+    def turn_channel(self) -> str:
+        """Reward function with a weight that adds up the rewards of turns; "" if the run has no such function."""
+        channels = (name for name, weight in self.reward.channels.items() if weight)
+        return next((name for name in channels if name in TURN_CHANNELS), "")
+
     @cached_property
     def credit(self) -> Credit:
         """Credit assignment: turns rewards and penalties into advantages."""
@@ -433,6 +440,7 @@ class Recipe(Settings):
             top_entropy=self.mask.top_entropy,
             updates=self.sizes.updates_per_rollout,
             loss_columns=self.loss_columns,
+            turn_channel=self.turn_channel,
         )
 
     @property

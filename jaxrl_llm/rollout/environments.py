@@ -227,6 +227,16 @@ class EnvironmentBatch:
         }
         return {name: values.reshape(-1, self._group_size) for name, values in values_by_name.items()}
 
+    def turn_arrays(self, sampled: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the fields `turn_numbers` and `turn_rewards` of `Rollouts`. sampled: their loss mask [B, G, C]."""
+        rewards = np.full(sampled.shape, np.nan, np.float32)
+        for row, episode in zip(rewards.reshape(len(self._episodes), -1), self._episodes, strict=True):
+            for last_token, reward in episode.turn_rewards.items():
+                row[last_token] = reward
+        ends = ~np.isnan(rewards)
+        numbers = np.where(sampled, np.cumsum(ends, axis=-1) - ends, -1)
+        return {"turn_numbers": numbers.astype(np.int32), "turn_rewards": rewards}
+
     def concatenate(self, later_batch: EnvironmentBatch) -> EnvironmentBatch:
         """Returns the environments of this batch followed by the environments of `later_batch`."""
         return EnvironmentBatch(self._pool, self._episodes + later_batch._episodes, self._group_size)
@@ -271,6 +281,18 @@ class EnvironmentBatch:
             episode.metric_sums = {name: values.flat[i] for name, values in metrics.items()}
             episode.reached_limit = bool(truncated.flat[i])
 
+    def restore_turns(self, is_turn_start: np.ndarray, turn_rewards: np.ndarray | None) -> None:
+        """Sets the lengths and the rewards of the earlier turns, after `replay`.
+
+        is_turn_start: [B, G, C] True at the first token of each turn. turn_rewards: field of `Rollouts`; None if the
+        earlier process kept no rewards of turns.
+        """
+        starts = is_turn_start.reshape(len(self._episodes), -1)
+        rewards = np.full(starts.shape, np.nan) if turn_rewards is None else turn_rewards.reshape(starts.shape)
+        for episode, starts_here, rewards_here in zip(self._episodes, starts, rewards, strict=True):
+            episode.length = int(np.flatnonzero(starts_here)[-1])
+            episode.turn_rewards = {int(i): rewards_here[i] for i in np.flatnonzero(~np.isnan(rewards_here))}
+
     def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
         if any(self._step(episode, turn).done for turn in turns):
             warnings.warn(
@@ -304,15 +326,17 @@ class EnvironmentBatch:
     def _answer(self, episode: Episode, turn: list[int]) -> list[int] | None:
         start = time.perf_counter()
         reply = self._step(episode, turn)
-        # A turn without an error counts 0 errors, so that the metric always exists.
-        episode.add_metrics({"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - start})
+        episode.end_turn(len(turn), reply)
+        episode.add_metrics({"seconds": time.perf_counter() - start})
         if reply.done:
             return None
         if episode.metric_sums["turns"] >= self._pool.max_turns:
             episode.reached_limit = True
             return None
         try:
-            return self._encode_reply(episode, reply.observation, turn)
+            observation = self._encode_reply(episode, reply.observation, turn)
+            episode.length += len(observation or ())
+            return observation
         except Exception as error:
             # A chat template may raise any error, even if it has accepted the results of `check`.
             warn_of(error)

@@ -27,12 +27,27 @@ class Episode:
     reached_limit: bool = False  # whether a limit of turns, observation tokens or time ended it
     is_late: bool = False  # whether its environment may still run a call, so that no other call may start
     is_finished: bool = False  # whether the environment has given its last metrics
+    length: int = 0  # tokens of the turns and observations so far
+    turn_rewards: dict[int, np.float32] = field(default_factory=dict)  # {index of the last token of a turn: its reward}
 
     def add_metrics(self, measured: Mapping[str, float]) -> None:
         """Adds the metrics of a turn."""
         # The sums are float32 as in a checkpoint, so that a resumed run computes the same sums.
         sums = {name: self.metric_sums.get(name, np.float32(0)) + np.float32(value) for name, value in measured.items()}
         self.metric_sums.update(sums)
+
+    def end_turn(self, tokens: int, reply: Reply) -> None:
+        """Adds the tokens, the metrics and the reward of a turn.
+
+        A score counts by its difference from the last score. The metrics are sums, so `score` is the last score.
+        """
+        gain = None if reply.score is None else reply.score - float(self.metric_sums.get("score", 0.0))
+        rewards = [x for x in (reply.reward, gain) if x is not None]
+        measured = {"score": gain} if gain is not None else {}
+        measured |= {"reward": sum(rewards) + reply.metrics.get("reward", 0.0)} if rewards else {}
+        self.add_metrics({"errors": 0.0} | reply.metrics | measured | {"turns": 1.0})
+        self.length += tokens
+        self.turn_rewards[self.length - 1] = np.float32(sum(rewards))
 
     def start(self, time_limit: TimeLimit) -> UserError | None:
         """Resets the environment. Returns the error of an environment that refuses its row."""

@@ -70,7 +70,10 @@ class Samples:
 
     def rewards(self) -> Rewards:
         """Waits for the reward functions and returns the rewards, with those of the greedy completions."""
-        rewards = self.wait_for_grades().rewards
+        rollouts = self.rollouts
+        rewards = replace(
+            self.wait_for_grades().rewards, turn_numbers=rollouts.turn_numbers, turn_rewards=rollouts.turn_rewards
+        )
         if not self.greedy:
             return rewards
         greedy, lengths = self.greedy.wait_for_grades().rewards.total, self.greedy.rollouts.completion_mask.sum(axis=-1)
@@ -113,6 +116,7 @@ class CompletionTask:
     score: RewardFn
     environments: EnvironmentPool | None = None  # None if no environment answers turns
     agents: AgentPool | None = None  # None if no agents call the policy
+    keeps_turns: bool = False  # whether rollouts have the numbers and the rewards of turns
 
     def sample(
         self,
@@ -131,7 +135,7 @@ class CompletionTask:
         """
         if self.agents:
             open_engine = cast(OpenEngine, engine)
-            return self.agents.sample(
+            prompts, rollouts = self.agents.sample(
                 open_engine,
                 prompts,
                 key,
@@ -139,6 +143,7 @@ class CompletionTask:
                 temperature=sampling.temperature,
                 report_ended=report_ended,
             )
+            return prompts, rollouts if self.keeps_turns else replace(rollouts, turn_numbers=None, turn_rewards=None)
         batch = self.environments.start_batch(prompts.rows, group_size) if self.environments else None
         rollouts = engine.sample(
             prompts, key, group_size=group_size, sampling=sampling, environments=batch, report_ended=report_ended
@@ -146,7 +151,7 @@ class CompletionTask:
         if not batch:
             return prompts, rollouts
         batch.finish()
-        return prompts, _with_episode_metrics(rollouts, batch, channel)
+        return prompts, self._with_measurements(rollouts, batch, channel)
 
     def start_groups(self, prompts: Prompts, group_size: int, length: int) -> InFlightGroups:
         """Returns new groups with open environments and room for `length` tokens in each completion."""
@@ -162,7 +167,8 @@ class CompletionTask:
         rollouts, turns = in_flight.rollouts, in_flight.answered_turns()
         batch = self.environments.start_batch(in_flight.prompts.rows, in_flight.has_ended.shape[1])
         batch.replay(turns, rollouts.episodes, rollouts.truncated, in_flight.has_ended)
-        return in_flight._replace(environments=batch)
+        batch.restore_turns(in_flight.is_turn_start, rollouts.turn_rewards)
+        return in_flight._replace(environments=batch, rollouts=self._with_turns(rollouts, batch))
 
     def sample_first(
         self,
@@ -184,10 +190,19 @@ class CompletionTask:
         if not (batch := in_flight.environments):
             return first
         batch.finish(first.in_flight.has_ended)
-        rollouts = _with_episode_metrics(first.in_flight.rollouts, batch, channel)
+        rollouts = self._with_measurements(first.in_flight.rollouts, batch, channel)
         # Every episode gets every metric now, as it does after a resume.
         batch.restore_measurements(rollouts.episodes, rollouts.truncated)
         return first._replace(in_flight=first.in_flight._replace(rollouts=rollouts))
+
+    def _with_measurements(self, rollouts: Rollouts, batch: EnvironmentBatch, channel: str) -> Rollouts:
+        """Returns rollouts of episodes with the metrics, the limits and the turns of their environments."""
+        truncated = rollouts.truncated | batch.truncated
+        measured = align_metrics(replace(rollouts, truncated=truncated, episodes=batch.metrics()), channel)
+        return self._with_turns(measured, batch)
+
+    def _with_turns(self, rollouts: Rollouts, batch: EnvironmentBatch) -> Rollouts:
+        return replace(rollouts, **batch.turn_arrays(rollouts.loss_mask)) if self.keeps_turns else rollouts
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> GradedCompletions:
         """Waits for the reward functions and returns texts and rewards."""
@@ -228,12 +243,6 @@ def open_agents(settings: AgentSettings | None, exit_stack: ExitStack, **parts: 
     parts: the other fields of `AgentPool`.
     """
     return exit_stack.enter_context(closing(AgentPool(settings=settings, **parts))) if settings else None
-
-
-def _with_episode_metrics(rollouts: Rollouts, batch: EnvironmentBatch, channel: str) -> Rollouts:
-    """Returns rollouts of episodes with the metrics and limits of their environments."""
-    truncated = rollouts.truncated | batch.truncated
-    return align_metrics(replace(rollouts, truncated=truncated, episodes=batch.metrics()), channel)
 
 
 class SampledGroups(NamedTuple):

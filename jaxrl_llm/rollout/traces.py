@@ -20,6 +20,7 @@ class TraceCall(NamedTuple):
     completion: tuple[int, ...]
     logprobs: tuple[float, ...]  # of the completion's tokens
     versions: tuple[int, ...]  # version of the weights of each token of the completion
+    number: int = 0  # number of the call in its episode
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -35,6 +36,7 @@ class TraceNode:
     logprobs: tuple[float, ...] = ()  # of sampled tokens; empty if other programs wrote the tokens
     versions: tuple[int, ...] = ()  # version of the weights of each sampled token
     children: list[TraceNode] = field(default_factory=list)
+    number: int = -1  # number of the call that sampled the tokens; -1 if other programs wrote them
 
     @property
     def is_sampled(self) -> bool:
@@ -42,7 +44,7 @@ class TraceNode:
 
     def split(self, count: int) -> None:
         """Moves all tokens after the first `count` into a new child, which gets the children of this node."""
-        rest = TraceNode(self.tokens[count:], self.logprobs[count:], self.versions[count:], self.children)
+        rest = TraceNode(self.tokens[count:], self.logprobs[count:], self.versions[count:], self.children, self.number)
         self.tokens, self.logprobs, self.versions = self.tokens[:count], self.logprobs[:count], self.versions[:count]
         self.children = [rest]
 
@@ -69,6 +71,7 @@ class TreeTokens(NamedTuple):
     previous: np.ndarray  # int32
     ends: np.ndarray  # int32
     depths: np.ndarray  # int32
+    numbers: np.ndarray  # int32, number of the call that sampled each token, -1 elsewhere
 
 
 class Trace:
@@ -106,7 +109,7 @@ class Trace:
         for call in sorted(self.calls, key=_order):
             node = _insert_prompt(top, call.prompt)
             if call.completion:
-                node.children.append(TraceNode(call.completion, call.logprobs, call.versions))
+                node.children.append(TraceNode(call.completion, call.logprobs, call.versions, number=call.number))
         return top.children
 
     def nodes(self) -> list[tuple[int, TraceNode]]:
@@ -166,6 +169,7 @@ def tree_tokens(trace: Trace, prompt_tokens: int) -> TreeTokens:
         previous=after_prompt(previous),
         ends=after_prompt(np.repeat(ends, counts)),
         depths=after_prompt(depths),
+        numbers=by_token([[node.number] * len(node.tokens) for _, node in nodes], np.int32),
     )
 
 

@@ -184,7 +184,7 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
         engine.release()
     scores, logprobs = learning.score(states, sampled_batch), _logprob_program(parts, states, full=full)
     policy = logprobs(params, sampled_batch) if logprobs else None
-    rewards = _synthetic_rewards(recipe.credit, count, group_size)
+    rewards = _synthetic_rewards(recipe.credit, count, group_size, sampled.completions.shape[2])
     local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
     placed_rewards = transfers.shard_batch(local_rewards, mesh)
     batch, _ = learning.assign_credit(sampled_batch, scores, placed_rewards, learning.coefficients(states))
@@ -261,11 +261,16 @@ def _logprob_program(parts: SelfTestParts, states: States, *, full: bool) -> Cal
     return make_logprob_fn(parts.model, learning.sampling, learning.mesh, microbatch=0) if full else None
 
 
-def _synthetic_rewards(credit: Credit, count: int, group: int) -> Rewards:
-    """Returns rewards [B, G] that alternate between 0 and 1."""
+def _synthetic_rewards(credit: Credit, count: int, group: int, length: int) -> Rewards:
+    """Returns rewards [B, G] that alternate between 0 and 1. length: C."""
     # Real rewards are not used, because at step 0 they may be equal everywhere, so that all gradients would be 0.
     total = ((np.arange(count)[:, None] + np.arange(group)) % 2).astype(np.float32)
     channels = dict.fromkeys(credit.weights, total)
-    if not credit.estimator.needs_greedy:
-        return Rewards(total, channels)
-    return Rewards(total, channels, np.zeros((count, 1), np.float32), np.ones((count, 1), int))
+    rewards = Rewards(total, channels)
+    if credit.estimator.needs_turns:
+        # Each completion is one turn without a reward of its own.
+        zeros = np.zeros((count, group, length), np.float32)
+        rewards = replace(rewards, turn_numbers=zeros.astype(np.int32), turn_rewards=zeros)
+    if credit.estimator.needs_greedy:
+        rewards = replace(rewards, greedy=np.zeros((count, 1), np.float32), greedy_lengths=np.ones((count, 1), int))
+    return rewards

@@ -28,6 +28,7 @@ from jaxrl_llm.structs import Rewards, Rollouts, Tree
 
 FOLDER = "samples"  # in the work directory
 PER_TOKEN = ("completions", "loss_mask", "logprobs", "versions")  # fields of `Rollouts` with a value for each token
+TURNS = ("turn_numbers", "turn_rewards")  # further fields of this kind, if the estimator needs the turns
 
 
 class SampledTask(NamedTuple):
@@ -122,11 +123,12 @@ def to_arrays(samples: Samples) -> dict[str, Any]:
         "reward_metrics": graded.metrics,
     }
     arrays = {"numbers": samples.prompts.numbers, "completion_mask": mask, "truncated": rollouts.truncated}
-    arrays |= {name: getattr(rollouts, name)[mask] for name in PER_TOKEN}
+    names = PER_TOKEN if rollouts.turn_numbers is None else PER_TOKEN + TURNS
+    arrays |= {name: getattr(rollouts, name)[mask] for name in names}
     arrays |= {f"tree/{name}": x[mask] for name, x in vars(rollouts.tree).items()} if rollouts.tree else {}
     arrays |= {f"episodes/{name}": x for name, x in rollouts.episodes.items()}
     arrays |= {f"channels/{name}": x for name, x in rewards.channels.items()}
-    plain = {name: x for name, x in vars(rewards).items() if name != "channels" and x is not None}
+    plain = {name: x for name, x in vars(rewards).items() if name not in ("channels", *TURNS) and x is not None}
     return arrays | {f"rewards/{name}": x for name, x in plain.items()} | {"notes": json.dumps(notes)}
 
 
@@ -135,7 +137,8 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
     mask, pad_id = arrays["completion_mask"], task.tokenizer.pad_token_id
 
     def padded(name: str) -> np.ndarray:
-        padding = np.full(mask.shape, pad_id if name == "completions" else 0, arrays[name].dtype)
+        padding_value = {"completions": pad_id, "turn_numbers": -1, "turn_rewards": np.nan}.get(name, 0)
+        padding = np.full(mask.shape, padding_value, arrays[name].dtype)
         return with_tokens(padding, arrays[name])
 
     def with_tokens(padding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -148,7 +151,7 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
 
     tree, padding = table("tree/"), Tree.chains(mask)
     rollouts = Rollouts(
-        **{name: padded(name) for name in PER_TOKEN},
+        **{name: padded(name) for name in PER_TOKEN + TURNS if name in arrays},
         completion_mask=mask,
         truncated=arrays["truncated"],
         episodes=table("episodes/"),

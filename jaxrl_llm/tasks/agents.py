@@ -16,6 +16,8 @@ from jaxrl_llm.errors import UserError
 
 NUMBER = "reward"  # metric of an episode with the number that an agent has returned
 CHANNEL = "reward_"  # beginning of the metrics with the values of a dict that an agent has returned
+TURNS = "turns"  # key of a dict that an agent has returned: the rewards of its calls
+TURN_SUM = "turn_rewards"  # metric of an episode: sum of the rewards of its calls
 UNSCORED = "unscored"  # metric of an episode: 1 if its agent has returned no number
 MAX_REWARD = 1e15  # larger rewards would overflow the squares of float32
 
@@ -63,6 +65,7 @@ def reward(
     """Returns what the agents have returned: a number, the weighted sum of a dict's values, or None.
 
     weights: weight of each key of the dicts; a key without a weight is only logged. None: each key has the weight 1.
+    The rewards of calls (`turns`) always have the weight 1.
     """
     if episode is None:
         return [None] * len(completions)
@@ -78,7 +81,7 @@ def reward(
 def _reward(metrics: Mapping[str, float], weights: Mapping[str, float] | None) -> float | None:
     if UNSCORED not in metrics or metrics[UNSCORED]:
         return None
-    weighed = {NUMBER: 1.0} | {
+    weighed = {NUMBER: 1.0, TURN_SUM: 1.0} | {
         name: 1.0 if weights is None else weights.get(name.removeprefix(CHANNEL), 0.0)
         for name in metrics
         if name.startswith(CHANNEL)
@@ -89,16 +92,36 @@ def _reward(metrics: Mapping[str, float], weights: Mapping[str, float] | None) -
 def verdict_metrics(verdict: Any) -> dict[str, float]:
     """Returns the metrics of a verdict: a number, a dict of numbers, or None. A value None of a dict is left out.
 
+    The value of `turns` may be a list, whose sum is a metric.
+
     Raises: TypeError, ValueError, for any other value.
     """
     if isinstance(verdict, Mapping):
-        numbers = {f"{CHANNEL}{key}": value for key, value in verdict.items() if value is not None}
+        turns = {TURN_SUM: sum(turn_rewards(verdict))} if _has_turns(verdict) else {}
+        others = {key: value for key, value in verdict.items() if not (turns and key == TURNS)}
+        numbers = {f"{CHANNEL}{key}": value for key, value in others.items() if value is not None} | turns
     else:
         numbers = {} if verdict is None else {NUMBER: verdict}
-    for value in numbers.values():
-        # NumPy's and JAX's numbers have this method too. Text has none, so float("1") does not pass.
-        if not hasattr(value, "__float__"):
-            raise TypeError(f"the agent returned {verdict!r:.80}: it must return a number, a dict of numbers, or None")
-        if not abs(float(value)) <= MAX_REWARD:
-            raise ValueError(f"the agent returned {verdict!r:.80}: a reward must be finite, at most {MAX_REWARD:g}")
-    return {name: float(value) for name, value in numbers.items()}
+    return {name: _number(value, verdict) for name, value in numbers.items()}
+
+
+def turn_rewards(verdict: Any) -> tuple[float, ...]:
+    """Returns the rewards of an agent's calls, in the order of the calls: the list `turns` of a dict; () without it.
+
+    None in the list counts as 0. Raises: TypeError, ValueError, for any other value that is no number.
+    """
+    rewards = verdict[TURNS] if _has_turns(verdict) else ()
+    return tuple(0.0 if reward is None else _number(reward, verdict) for reward in rewards)
+
+
+def _has_turns(verdict: Any) -> bool:
+    return isinstance(verdict, Mapping) and TURNS in verdict and isinstance(verdict[TURNS], (list, tuple))
+
+
+def _number(value: Any, verdict: Any) -> float:
+    # NumPy's and JAX's numbers have this method too. Text has none, so float("1") does not pass.
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"the agent returned {verdict!r:.80}: it must return a number, a dict of numbers, or None")
+    if not abs(float(value)) <= MAX_REWARD:
+        raise ValueError(f"the agent returned {verdict!r:.80}: a reward must be finite, at most {MAX_REWARD:g}")
+    return float(value)

@@ -31,9 +31,8 @@ class Gym:
         self._game.reset(seed=int(row[self._seed_column]))
 
     def step(self, text: str) -> Reply:
-        """Plays one action. The metric `reward` is the sum of the game's rewards."""
+        """Plays one action, whose reward is that of the game."""
         action = text.partition(self.stops[0])[0].strip()
         observation, reward, terminated, truncated, _ = self._game.step(action)
-        metrics = {"reward": float(reward), "cut": float(bool(truncated))}
-        is_over = bool(terminated or truncated)
-        return Reply("" if is_over else str(observation), done=is_over, metrics=metrics)
+        is_over, metrics = bool(terminated or truncated), {"cut": float(bool(truncated))}
+        return Reply("" if is_over else str(observation), done=is_over, metrics=metrics, reward=float(reward))

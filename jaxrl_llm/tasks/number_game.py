@@ -31,7 +31,7 @@ class NumberGame:
             return Reply("\nWrite <guess>a number</guess>.\n", metrics={"invalid": 1.0})
         guess, self._guesses = int(guesses[-1]), self._guesses + 1
         if guess == self._number:
-            return Reply(done=True, metrics={"guesses": 1.0, "reward": 1.0})
+            return Reply(done=True, metrics={"guesses": 1.0}, reward=1.0)
         if self._guesses >= self._max_guesses:
             return Reply(done=True, metrics={"guesses": 1.0})
         return Reply("\nhigher\n" if guess < self._number else "\nlower\n", metrics={"guesses": 1.0})

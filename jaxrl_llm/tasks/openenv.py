@@ -65,8 +65,9 @@ class OpenEnv:
             return Reply(done=True, metrics={"errors": 1.0, self._failure: 1.0})
         self._turn_reward = 0.0
         reply = answer_calls(text, self._functions)
-        metrics = reply.metrics | {"reward": self._turn_reward} | ({self._failure: 1.0} if self._failure else {})
-        return Reply(reply.observation, done=reply.done or self._is_done or bool(self._failure), metrics=metrics)
+        metrics = reply.metrics | ({self._failure: 1.0} if self._failure else {})
+        is_over = reply.done or self._is_done or bool(self._failure)
+        return Reply(reply.observation, done=is_over, metrics=metrics, reward=self._turn_reward)
 
     def finish(self) -> dict[str, float]:
         """Ends the session. An episode without a reward of the server, or with a failure, is unscored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ class Reply:
     observation: str | tuple[str, ...] = ""
     done: bool = False  # whether the episode ends with this turn
     metrics: dict[str, float] = field(default_factory=dict)  # metrics, which are summed over the turns of an episode
+    reward: float | None = None  # reward of the turn; None if the environment does not judge it
+    # Score of the episode after the turn, which starts at 0. Its change is a reward of the turn. None: no change.
+    score: float | None = None
 
 
 class OwnError(Exception):
@@ -50,4 +54,8 @@ def checked(reply: Any) -> Reply:
     texts = [reply.observation] if isinstance(reply.observation, str) else reply.observation
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError("the observation must be text or a tuple of texts")
-    return replace(reply, metrics={name: float(value) for name, value in reply.metrics.items()})
+    reward, score = (None if x is None else float(x) for x in (reply.reward, reply.score))
+    if not all(math.isfinite(x) for x in (reward or 0.0, score or 0.0)):
+        raise ValueError(f"reward {reward} and score {score} of a turn must be finite")
+    metrics = {name: float(value) for name, value in reply.metrics.items()}
+    return replace(reply, metrics=metrics, reward=reward, score=score)

@@ -71,3 +71,19 @@ def test_a_policy_learns_what_its_agent_rewards_in_both_calls(tmp_path, monkeypa
     for call in ("first", "second"):
         shares = [record[f"episode/reward_{call}"] for record in records]
         assert np.mean(shares[-3:]) > np.mean(shares[:3]) + 0.3, shares
+
+
+def judging(endpoint: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Two calls, of which the second begins anew. Pays for each answer that begins with a thought."""
+    answers = message(endpoint, row["prompt"]), message(endpoint, [*row["prompt"], MORE])
+    return {"turns": [answer["content"][:1] == "<" for answer in answers]}
+
+
+def test_a_policy_learns_what_its_agent_pays_for_each_call(tmp_path, monkeypatch):
+    monkeypatch.setitem(USER_FUNCTIONS, "mine.judging", judging)
+    changes = {"env.agent": "mine.judging", "optim.learning_rate": 1e-3, "advantage.name": "grpo_turns"}
+    records = list(steps(agents(num_steps=12, **changes), tmp_path / "run"))
+    paid = [record["reward/turns"] for record in records]
+    assert paid == pytest.approx([record["episode/turn_rewards"] for record in records])
+    assert all(record["episode/restarts"] > 0.5 for record in records)
+    assert np.mean(paid[-3:]) > np.mean(paid[:3]) + 0.3, paid

@@ -277,6 +277,8 @@ COMPLETE_BUT = {  # change of configs/grpo.py -> field that the line names
     "c.rollout.partial = 4; c.engine.drafts = 2": "engine.drafts",
     "c.rollout.partial = 4; c.importance.action = 'none'": "importance.action",
     "c.loss = dict(name='ppo_clip', clip_low='a')": "loss.clip_low",
+    "c.advantage = dict(name='grpo_turns')": "advantage.name",
+    "c.advantage = dict(name='grpo_turns'); c.group_size = 1": "group_size",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ SECTIONS = (
     "optim.py:make_optimizer",
     "engines.py:vllm",
     "engine.py:__init__",
+    "advantages.py:gae_turns",
     "code.py:accuracy",
     "judge.py:score",
 )  # their arguments are the fields of a config's section, or what a config gives to a reward function

@@ -197,6 +197,7 @@ def bad_agent(kind: str) -> Callable:
         "asks for another model": lambda endpoint: message(endpoint._replace(model="x"), [MORE]),
         "returns text": lambda endpoint: message(endpoint, [MORE])["content"],
         "returns infinity": lambda endpoint: message(endpoint, [MORE]) and float("inf"),
+        "rewards other calls": lambda endpoint: message(endpoint, [MORE]) and {"turns": [1.0, 2.0]},
         "samples otherwise": lambda endpoint: message(endpoint, [MORE], temperature=0.5),
         "leaves its session": lambda endpoint: message(
             endpoint._replace(base_url=endpoint.base_url.replace("/sessions/" + endpoint.api_key, "")), [MORE]
@@ -211,7 +212,7 @@ def bad_agent(kind: str) -> Callable:
     "kind",
     [
         "crashes", "ends the program", "hangs", "blocks", "never calls", "talks nonsense", "asks for another model",
-        "returns text", "returns infinity", "samples otherwise", "leaves its session",
+        "returns text", "returns infinity", "rewards other calls", "samples otherwise", "leaves its session",
     ],
 )  # fmt: skip
 def test_a_bad_agent_costs_its_own_episodes_only(run, kind):

@@ -14,7 +14,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import time_limit
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.time_limit import TimeLimit
-from jaxrl_llm.tasks import environment
 from jaxrl_llm.tasks.calculator import Calculator
 from jaxrl_llm.tasks.gym import Gym
 from jaxrl_llm.tasks.number_game import NumberGame
@@ -58,7 +57,7 @@ def test_a_number_game_says_higher_and_lower_until_the_number_is_found():
     replies = [game.step(f"<guess>{guess}</guess>") for guess in guesses]
     assert [reply.observation.strip() for reply in replies] == ["lower", "higher", ""]
     assert [reply.done for reply in replies] == [False, False, True]
-    assert environment.reward([""], [replies[-1].metrics]) == [1.0]
+    assert [reply.reward for reply in replies] == [None, None, 1.0]
 
 
 def test_a_number_game_ends_after_its_guesses_and_not_after_a_turn_without_one():
@@ -85,7 +84,7 @@ def test_a_game_with_the_interface_of_gymnasium_is_an_environment():
     game.reset({"seed": 2})
     replies = [game.step(action + "\n") for action in ("east", "west", "east")]
     assert [reply.observation for reply in replies] == ["1 steps", "1 steps", ""]
-    assert [reply.metrics["reward"] for reply in replies] == [0.0, 0.0, 1.0]
+    assert [reply.reward for reply in replies] == [0.0, 0.0, 1.0]
     assert replies[-1].done
 
 

@@ -363,9 +363,15 @@ def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp
 
 
 @pytest.mark.slow
-def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(tmp_path):
+@pytest.mark.parametrize("advantage", ["grpo", "grpo_turns"])
+def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(tmp_path, advantage):
+    by_turns = {"env.name": "tests.rollout.test_turn_rewards.Judged", "reward.functions": ("environment.reward",)}
+
     def after(name: str, **more: Any) -> dict:
-        config = config_with_turns(**{"num_steps": 2, "mesh.fsdp": 1, "eval": None, **more})
+        more |= by_turns if advantage == "grpo_turns" else {}
+        config = config_with_turns(
+            **{"num_steps": 2, "mesh.fsdp": 1, "eval": None, "advantage.name": advantage, **more}
+        )
         return list(steps(config, tmp_path / name))[-1]
 
     changes = {"microbatch": 4, "model.row_parts": 2, "mesh.data": 2, "mesh.fsdp": 2}

@@ -99,12 +99,13 @@ def test_devices_change_only_which_completions_are_first(short_rounds):
 
 
 class Rare(test_episodes.Echo):
-    """Says nothing to some turns, and measures something in the episodes of the first row alone."""
+    """Says nothing to some turns, rewards turns, and measures something in the episodes of the first row alone."""
 
     def step(self, text: str) -> Reply:
         reply = super().step(text)
         rare = {"rare": 1.0} if self.row == test_episodes.prompts(32).rows[0] else {}
-        return replace(reply, metrics=reply.metrics | rare)
+        reward = len(text) / 8 if len(text) % 3 else None
+        return replace(reply, metrics=reply.metrics | rare, reward=reward, score=float(len(self.said)))
 
 
 def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[dict]:
@@ -115,7 +116,7 @@ def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[
     rows, pad = test_episodes.prompts(32), tokenizer.pad_token_id
     taken = []
     with closing(pool):
-        task = CompletionTask(tokenizer, None, pool)
+        task = CompletionTask(tokenizer, None, pool, keeps_turns=True)
         collate = lambda numbers: rows.take(list(numbers))  # noqa: E731
         in_flight = task.open_environments(InFlightGroups.empty(rows.take([0, 1, 2, 3]), 4, 40, pad))
         for call in range(1, count + 1):
@@ -145,6 +146,12 @@ def test_episodes_go_on_alike_whatever_tools_take_and_after_a_resume(short_round
     jax.tree.map(np.testing.assert_array_equal, whole, batches_of_episodes(0.003, resumed=True))
     carried = [batch["rollouts"].episodes["turns"][batch["numbers"] < 4 * i].sum() for i, batch in enumerate(whole, 1)]
     assert sum(carried[1:]) > 20
+    for batch in whole:
+        rollouts = batch["rollouts"]
+        ends = ~np.isnan(rollouts.turn_rewards)
+        assert rollouts.loss_mask[ends].all()
+        np.testing.assert_array_equal(ends.sum(axis=-1), rollouts.episodes["turns"])
+        np.testing.assert_array_equal(np.nansum(rollouts.turn_rewards, axis=-1), rollouts.episodes["reward"])
 
 
 GROUP_SIZE, LIMIT, BATCH = 2, 200, 6

@@ -97,7 +97,7 @@ def test_a_tree_has_each_sampled_token_once_and_each_token_sees_its_path():
     for seed in range(1000):
         rng = random.Random(seed)
         shared = tuple(rng.randrange(3) for _ in range(rng.randint(0, 4)))
-        calls = [call._replace(prompt=shared + call.prompt) for call in random_calls(rng)]
+        calls = [call._replace(prompt=shared + call.prompt, number=i) for i, call in enumerate(random_calls(rng))]
         tree = tree_tokens(build(calls), len(shared))
         shuffled = tree_tokens(build(rng.sample(calls, len(calls))), len(shared))
         for one, other in zip(tree, shuffled, strict=True):
@@ -107,6 +107,8 @@ def test_a_tree_has_each_sampled_token_once_and_each_token_sees_its_path():
         texts = [(*shared, *tree.tokens[visible[i]].tolist()) for i in index]
         found = Counter((texts[i], tree.logprobs[i], int(tree.versions[i])) for i in index if tree.sampled[i])
         assert found == Counter((text, np.float32(x), version) for text, x, version in sampled(calls).elements())
+        assert [tuple(tree.tokens[tree.numbers == i]) for i in range(len(calls))] == [x.completion for x in calls]
+        assert ((tree.numbers >= 0) == tree.sampled).all()
         # No program computes a token twice that no call sampled and that follows the same text.
         assert len({texts[i] for i in index if not tree.sampled[i]}) == (~tree.sampled).sum()
         for i, before in enumerate(tree.previous):

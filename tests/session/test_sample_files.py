@@ -55,11 +55,14 @@ def make_samples(seed: int = 0, b: int = 3, g: int = 2, c: int = 5) -> Samples:
     return Samples(prompts, rollouts, lambda: graded, metrics={"groups/replaced": np.float32(2)})
 
 
-@pytest.mark.parametrize("is_tree", [False, True])
-def test_a_file_returns_the_samples_bit_for_bit(tmp_path, is_tree):
+@pytest.mark.parametrize("kind", ["", "tree", "turns"])
+def test_a_file_returns_the_samples_bit_for_bit(tmp_path, kind):
     files, samples = SampleFiles(tmp_path / "samples", every=1), make_samples()
-    if is_tree:
-        mask = samples.rollouts.completion_mask
+    mask = samples.rollouts.completion_mask
+    if kind == "turns":
+        turns = np.where(mask, np.arange(5), -1).astype(np.int32), np.where(mask, 0.5, np.nan).astype(np.float32)
+        samples = replace(samples, rollouts=replace(samples.rollouts, turn_numbers=turns[0], turn_rewards=turns[1]))
+    if kind == "tree":
         tree = Tree.chains(mask)
         tree = replace(tree, previous=np.where(mask, -1, tree.previous), depths=np.where(mask, 0, tree.depths))
         samples = replace(samples, rollouts=replace(samples.rollouts, tree=tree))

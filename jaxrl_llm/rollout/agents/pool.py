@@ -19,12 +19,12 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.names import Kind, resolve
 from jaxrl_llm.errors import describe
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.rollout.agents.trees import episode_trees
+from jaxrl_llm.rollout.agents.trees import episode_trees, place_rewards
 from jaxrl_llm.rollout.agents.verdicts import AgentResult, CommandRunner, FunctionRunner
 from jaxrl_llm.rollout.jax.open_stream import Arrivals, OpenStream
 from jaxrl_llm.rollout.serving.engine_thread import EngineThread
 from jaxrl_llm.structs import Prompts, Rollouts
-from jaxrl_llm.tasks.agents import UNSCORED, AgentEndpoint, AgentSettings, Command, Function
+from jaxrl_llm.tasks.agents import TURNS, UNSCORED, AgentEndpoint, AgentSettings, Command, Function
 
 if TYPE_CHECKING:  # these modules need the extra `serve`
     from jaxrl_llm.rollout.agents.sessions import AgentSession
@@ -194,6 +194,11 @@ class AgentPool:
         if not (episode.result.error or episode.session.trace.calls):
             # The reward of an agent that has not asked the policy would say nothing about the policy.
             episode.result = AgentResult({}, "it has not called the policy")
+        rewards, calls = len(episode.result.turn_rewards), len(episode.session.trace.calls)
+        if rewards not in (0, calls):
+            # A reward that belongs to no call would be lost.
+            error = f"it has returned {rewards} rewards in {TURNS!r} for {calls} calls of the policy"
+            episode.result = AgentResult({}, error)
         # A run that stops fails the requests of its agents.
         if episode.has_failed and not (stopped.is_set() or self._service.engine.error):
             warnings.warn(f"an agent failed: {episode.result.error}; episode/errors counts it", stacklevel=2)
@@ -202,6 +207,7 @@ class AgentPool:
         """Returns the prompts and rollouts of a batch whose episodes have ended."""
         traces = [episode.session.trace for episode in episodes]
         trees = episode_trees(prompts, traces, group_size, self.completion_tokens, pad_id=self.tokenizer.pad_token_id)
+        rewards = place_rewards(trees.rollouts.turn_numbers, [episode.result.turn_rewards for episode in episodes])
         reached_limit = np.array([episode.session.reached_limit or episode.result.is_late for episode in episodes])
         metrics_by_episode = [episode.metrics() for episode in episodes]
         names = sorted({*chain(*metrics_by_episode)})
@@ -210,7 +216,9 @@ class AgentPool:
         # Calls that have no place in the tree of their episode are lost, because no step learns from them.
         episode_metrics["lost_calls"] = trees.lost_calls.astype(np.float32)
         truncated = reached_limit.reshape(-1, group_size) | (trees.lost_calls > 0)
-        return trees.prompts, replace(trees.rollouts, truncated=truncated, episodes=episode_metrics)
+        return trees.prompts, replace(
+            trees.rollouts, truncated=truncated, episodes=episode_metrics, turn_rewards=rewards
+        )
 
     def _start_server(self) -> None:
         if self._server:

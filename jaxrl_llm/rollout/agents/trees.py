@@ -60,7 +60,8 @@ def _common_prompt(prompts: list[tuple[int, ...]], width: int) -> tuple[int, ...
 
 def _longest_tree(calls: Sequence[TraceCall], common: tuple[int, ...], length: int) -> tuple[int, TreeTokens]:
     """Returns the tree of the first calls that fit into `length` tokens after the prompt, and their number."""
-    kept = [call for call in calls if call.prompt[: len(common)] == common]
+    numbered = [call._replace(number=i) for i, call in enumerate(calls)]
+    kept = [call for call in numbered if call.prompt[: len(common)] == common]
     while True:
         trace = Trace()
         for call in kept:
@@ -78,7 +79,7 @@ def _rollouts(trees: list[TreeTokens], group_size: int, length: int, pad_id: int
     count = len(trees)
     completions = np.full((count, length), pad_id, np.int32)
     sampled, logprobs = np.zeros((count, length), bool), np.zeros((count, length), np.float32)
-    versions = np.full((count, length), -1, np.int32)
+    versions, turn_numbers = np.full((2, count, length), -1, np.int32)
     lengths = np.array([len(tree.tokens) for tree in trees])
     mask = np.arange(length) < lengths[:, None]
     chains = Tree.chains(mask)
@@ -86,7 +87,7 @@ def _rollouts(trees: list[TreeTokens], group_size: int, length: int, pad_id: int
     for i, tree in enumerate(trees):
         places = slice(lengths[i])
         completions[i, places], sampled[i, places], logprobs[i, places] = tree.tokens, tree.sampled, tree.logprobs
-        versions[i, places] = tree.versions
+        versions[i, places], turn_numbers[i, places] = tree.versions, tree.numbers
         previous[i, places], ends[i, places], depths[i, places] = tree.previous, tree.ends, tree.depths
     return Rollouts(
         completions=completions.reshape(shape),
@@ -96,4 +97,20 @@ def _rollouts(trees: list[TreeTokens], group_size: int, length: int, pad_id: int
         truncated=np.zeros((count // group_size, group_size), bool),
         versions=versions.reshape(shape),
         tree=Tree(*(x.reshape(shape) for x in (previous, ends, depths))),
+        turn_numbers=turn_numbers.reshape(shape),
     )
+
+
+def place_rewards(turn_numbers: np.ndarray, rewards: Sequence[tuple[float, ...]]) -> np.ndarray:
+    """Returns the rewards [B, G, C] of calls on the last token of each call, and NaN elsewhere.
+
+    turn_numbers: [B, G, C] number of the call that sampled each token. rewards: rewards of the calls of each of B x G
+    episodes; () if they have none, which counts as 0 for each call.
+    """
+    placed = np.full(turn_numbers.shape, np.nan, np.float32)
+    flat_numbers, flat_placed = (x.reshape(len(rewards), -1) for x in (turn_numbers, placed))
+    for numbers, row, call_rewards in zip(flat_numbers, flat_placed, rewards, strict=True):
+        for number in np.unique(numbers[numbers >= 0]):
+            # The tokens of a call follow each other, even if another call's prompt parts them into two nodes.
+            row[np.flatnonzero(numbers == number)[-1]] = call_rewards[number] if call_rewards else 0.0
+    return placed

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import describe
 from jaxrl_llm.rollout.time_limit import CallTimeout, TimeLimit
-from jaxrl_llm.tasks.agents import AgentEndpoint, verdict_metrics
+from jaxrl_llm.tasks.agents import AgentEndpoint, turn_rewards, verdict_metrics
 
 POLL_SECONDS = 0.05  # time between two looks at a program
 OUTPUT_BYTES = 300  # bytes at the end of a program's output that an error shows
@@ -31,6 +31,12 @@ class AgentResult(NamedTuple):
     metrics: dict[str, float]  # metrics of its rewards
     error: str = ""  # "" if it has not failed
     is_late: bool = False  # whether it has reached its time limit
+    turn_rewards: tuple[float, ...] = ()  # rewards of its calls; () if it has judged none
+
+    @classmethod
+    def from_verdict(cls, verdict: Any) -> AgentResult:
+        """Returns the result of an agent that has returned a verdict. Raises: TypeError, ValueError."""
+        return cls(verdict_metrics(verdict), turn_rewards=turn_rewards(verdict))
 
 
 class FunctionRunner:
@@ -46,7 +52,7 @@ class FunctionRunner:
                 verdict = self._agent(endpoint, row)
                 if inspect.isawaitable(verdict):
                     verdict = asyncio.run(self._await(verdict))
-                return AgentResult(verdict_metrics(verdict))
+                return AgentResult.from_verdict(verdict)
             except (Exception, SystemExit) as error:
                 return AgentResult({}, describe(error))
 
@@ -113,7 +119,7 @@ class CommandRunner:
         if code:
             text = output_file.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace").strip()
             return AgentResult({}, f"it ended with exit code {code}: {text}")
-        return AgentResult(verdict_metrics(json.loads(reward_file.read_bytes())) if reward_file.exists() else {})
+        return AgentResult.from_verdict(json.loads(reward_file.read_bytes()) if reward_file.exists() else None)
 
     def _wait(self, process_id: int, stopped: Event) -> bool:
         """Waits for the end of a program without reaping it. Returns False if its time is over, or the run stops."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import recipe as recipes
+from jaxrl_llm.algorithms.advantages import TURN_INPUTS
 from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.build import Parts, make_objective, policy_learner
@@ -72,7 +73,7 @@ def read_changes(folder: Path, changes: Mapping[str, str]) -> ComparedRecipes:
     for name, text in changes.items():
         override(changed, name, text)
     own, other = recipes.read(config), recipes.read(changed)
-    missing = (other.columns - own.columns) & {*COLUMNS, "values", "greedy_rewards"}
+    missing = (other.columns - own.columns) & {*COLUMNS, "values", "greedy_rewards", *TURN_INPUTS}
     if missing:
         raise UserError(
             f"--change {', '.join(changes)}: this setting needs {', '.join(sorted(missing))}, which the run does not "
