@@ -20,6 +20,10 @@ ACTOR = "actor_rollout_ref.actor"
 OLD = f"{VERL}{ACTOR}.fsdp_config.grad_offload=False {ACTOR}.optim.warmup_style=cosine"
 SEARCH = f"{VERL}max_turns=2 retriever.topk=3 {ACTOR}.state_masking="
 EASYR1 = "worker: {actor: {model: {model_path: a/b}}, rollout: {n: 4}}\ntrainer: {max_steps: 9, %s}"
+SPRING = (
+    "python3 -m verl.trainer.main worker.actor.model.model_path=a/b worker.rollout.n=4 trainer.max_steps=9 "
+    "worker.actor.optim."
+)
 EPISODES = (
     "trl rloo --model_name_or_path a/b --dataset_name c/d --reward_model_path e/f --rloo_k 4 --num_ppo_epochs 2 "
     "--num_mini_batches 2 --per_device_train_batch_size 8 --total_episodes 6400 --num_processes 1 --save_steps 500"
@@ -51,7 +55,12 @@ RUNS = [  # file, text, fields, and some of what is unknown
     ("v.sh", f"{VERL}actor_rollout_ref.rollout.do_sample=False", {}, ["actor_rollout_ref.rollout.do_sample"]),
     ("v.sh", f"{VERL}data.train_max_samples=64", {}, ["data.train_max_samples"]),
     ("v.sh", f"{VERL}trainer.resume_from_path=x/global_step_5", {}, ["trainer.resume_from_path"]),
+    ("v.sh", f"{VERL}trainer.experiment_name=$NAME", {}, ["log.name"]),
+    ("r.sh", f"{EPISODES} --run_name $NAME", {}, ["log.name"]),
     ("e.yaml", EASYR1 % "critic_warmup: 3", {}, ["trainer.critic_warmup"]),
+    ("e.sh", f"{SPRING}warmup_style=constant", {"optim.decay": "constant"}, []),
+    ("e.sh", f"{SPRING}warmup_style=cosine", {}, ["optim.decay"]),
+    ("e.sh", f"{SPRING}warmup_style=cosine worker.actor.clip_ratio=0.2", {"optim.decay": "constant"}, []),
     ("r.sh", EPISODES, {"optim.clip_norm": 0.0}, ["checkpoint.every"]),
     ("g.yaml", f"{TRL}reward_weights: [1.0, 0.2, 0.1]", {"reward.weights": (1.0, 0.2, 0.1)}, ["reward.functions"]),
     ("g.yaml", f"{TRL}reward_funcs: [accuracy]\nlora_dropout: 0.1\nuse_peft: true", {}, ["lora_dropout"]),

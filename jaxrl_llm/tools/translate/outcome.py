@@ -24,7 +24,7 @@ T = TypeVar("T")  # value that `Keys.with_unread_keys` computes
 # All kinds of outcomes, in the order in which they are printed.
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
 # Fields that change no number of a run, so that the run is the same without their values.
-QUIET_FIELDS = {"microbatch", "model.remat", "log.name"}
+QUIET_FIELDS = {"microbatch", "model.remat"}
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     if known_note is None:
-        _follow_program(program_file, file, keys)
+        _follow_program(program_file, file, keys, command)
     keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
     for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
@@ -253,13 +253,16 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     return keys
 
 
-def _follow_program(name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys) -> None:
+def _follow_program(
+    name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys, command: ShellCommand
+) -> None:
     """Replaces the options of a TRL command with what its program makes of them, or says that it is not read."""
     if not file:
         keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
         return
     try:
-        script = read_script(*file, keys.values)
+        environment = {key: arguments.value_of(" ".join(x), str) for key, x in command.variables.items()}
+        script = read_script(*file, keys.values, environment)
     except UserError as error:
         keys.lost.append(f"{name}: this program is not followed ({error})")
         return

@@ -6,6 +6,8 @@ The script is never run: script_calls.py interprets its syntax tree. The rules i
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,24 @@ from jaxrl_llm.tools.translate.table import WORDS
 # {variable of W&B, or argument of wandb.init in capitals: key of TRL}
 TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
+# A comment about several processes, such as "accelerate launch --num_processes 8", "run with 8 GPUs" or "4x A100".
+SEVERAL_PROCESSES = re.compile(
+    r"(num_processes|nproc[_-]per[_-]node|num_gpus)[= ]+([2-9]|\d\d)|\b([2-9]|\d\d+) ?(x ?)?([\w-]+ )?GPUs\b|"
+    r"\b\d+ ?x ?[ABH]\d{2,3}\b",
+    re.IGNORECASE,
+)
 
-def read_script(path: Path, text: str, options: dict[str, Any] | None = None) -> DocumentKeys:
+
+def read_script(
+    path: Path, text: str, options: dict[str, Any] | None = None, environment: Mapping[str, Any] | None = None
+) -> DocumentKeys:
     """Returns the keys of a script of TRL, with the kind of its trainer as their program.
 
     Arguments of the trainer are keys that begin with "trainer.". The value of a function or a data set is its name, and
     any other value that is no literal is `Unread`. An unknown call that changes an object is a key too.
     options: options of the command that starts the script; None if no command is known. An option that the script reads
     itself becomes a key that begins with "program.".
+    environment: variables that the command sets.
     Raises: UserError, if the script is no Python, or makes no config of a trainer of TRL.
     """
     try:
@@ -40,7 +52,7 @@ def read_script(path: Path, text: str, options: dict[str, Any] | None = None) ->
         lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
-    run = _followed(tree, options)
+    run = _followed(tree, options, environment or {})
     configs = (item for item in run.items if item.kind == "config")
     config = next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
@@ -65,13 +77,25 @@ def read_script(path: Path, text: str, options: dict[str, Any] | None = None) ->
         keys |= argument_keys(f"trainer.{name}", value)
     keys |= _steps("trainer", trainer) if trainer else {}
     keys |= {f"program.{name}": value for name, value in run.own_options.items()}
+    # A script without its command may be started with several processes, and their number is a factor of the batch.
+    if options is None and (comment := _comment_on_processes(tree, text)):
+        keys["num_processes"] = None
+        run.notes.append(f"{comment!r}: a comment does not decide the number of processes")
     kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
     return DocumentKeys(keys, lost, run.notes, program=kind, program_text=text)
 
 
-def _followed(tree: ast.Module, options: dict[str, Any] | None) -> script_calls.ScriptRun:
+def _comment_on_processes(tree: ast.Module, text: str) -> str:
+    """Returns the first line of the docstring, or the first comment, about several processes; "" if none is."""
+    lines = [*(ast.get_docstring(tree) or "").splitlines(), *re.findall(r"(?m)^\s*#.*", text)]
+    return next((line.strip() for line in lines if SEVERAL_PROCESSES.search(line)), "")
+
+
+def _followed(
+    tree: ast.Module, options: dict[str, Any] | None, environment: Mapping[str, Any]
+) -> script_calls.ScriptRun:
     """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
-    run = script_calls.ScriptRun(options)
+    run = script_calls.ScriptRun(options, environment)
     with suppress(script_calls.TrainingStarts):
         run.follow(tree.body)
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:

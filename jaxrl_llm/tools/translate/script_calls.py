@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -59,8 +60,9 @@ def unread_config(kind: str, node: ast.Call) -> ScriptObject:
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
-    def __init__(self, options: dict[str, Any] | None) -> None:
+    def __init__(self, options: dict[str, Any] | None, environment: Mapping[str, Any]) -> None:
         super().__init__()
+        self.environment = dict(environment)
         self.options = options  # options of the command that starts the script; None if no command is known
         self.own_options = dict(options or {})  # options that are no settings of a config of TRL
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
@@ -86,6 +88,8 @@ class ScriptRun(Interpreter):
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
         """Returns the value of `owner[index]`, where a data set's index is the name of a split."""
+        if isinstance(owner, ScriptObject) and owner.value == "os.environ" and index in self.environment:
+            return self.environment[index]
         if isinstance(owner, ScriptObject) and owner.kind == "rows":
             return ScriptObject("rows", with_split(owner.value, index), {}, dict(owner.steps))
         return super().entry(owner, index, node)
@@ -166,6 +170,8 @@ class ScriptRun(Interpreter):
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
+        if function.value in ("os.environ.get", "os.getenv"):
+            return self.environment_variable(node)
         if function.value == "os.environ.setdefault":
             variable, value = [*self.arguments(node).values(), "", ""][:2]
             self.environment = {str(variable): value} | self.environment
@@ -183,6 +189,17 @@ class ScriptRun(Interpreter):
             with suppress(KeyError, TypeError, ValueError):
                 return CASTS[name](arguments["0"])
         return (self.changing_call if foreign else self.unknown_call)(name, list(arguments.values()), node)
+
+    def environment_variable(self, node: ast.Call) -> Any:
+        """Interprets os.environ.get("LR", "1e-6"): the value that the variable has, or else the default."""
+        name, default = [*self.arguments(node).values(), None, None][:2]
+        if name in self.environment:
+            return self.environment[name]
+        # A launcher such as torchrun sets WORLD_SIZE and LOCAL_RANK, so they do not have the default.
+        if default is None or name in WORDS["launcher_variables"]:
+            return Unread(snippet(node))
+        self.notes.append(f"{place_of(node)}: the environment variable is taken to have its default")
+        return default
 
     def create_trl_object(self, name: str, node: ast.Call) -> ScriptObject:
         """Returns a config or trainer of TRL with the arguments of its call, and records it in `items`."""
