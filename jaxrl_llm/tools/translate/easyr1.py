@@ -20,7 +20,6 @@ FAMILY = family.Family(
     # EasyR1 has one coefficient and one estimator, and use_kl_loss says whether they are in the loss or in the reward.
     in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"]),
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"],
-    total_steps="trainer.max_steps",
 )
 tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora.rank"]))
 

@@ -211,6 +211,4 @@ def warmup_ratio(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `warmup_ratio`, the warm-up as a share of the optimizer steps, to `optim.warmup_ratio`."""
     if value and keys["lr_scheduler_type"] == "constant":
         return NO_WARMUP
-    if keys.get("warmup_steps"):
-        return Outcome("no effect", reason="warmup_steps is set")
     return Outcome("mapped", {"optim.warmup_ratio": float(value or 0), "optim.warmup_steps": 0})
