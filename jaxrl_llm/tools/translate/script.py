@@ -1,6 +1,8 @@
 """Reads the Python script of a TRL training for its settings: keys of its config and of its trainer's arguments.
 
-The script is never run: script_calls.py interprets its syntax tree. The rules in trl*.py translate the keys.
+The script is never run: script_calls.py interprets its syntax tree. The rules in trl*.py translate the keys. A line
+`GRPOTrainer(model, good, GRPOConfig(beta=0.1), rows)` has the keys `beta`, `trainer.model`, `trainer.reward_funcs` and
+`trainer.train_dataset`.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ def read_script(
 ) -> DocumentKeys:
     """Returns the keys of a script of TRL, with the kind of its trainer as their program.
 
-    Arguments of the trainer are keys that begin with "trainer.". The value of a function or a data set is its name, and
-    any other value that is no literal is `Unread`. An unknown call that changes an object is a key too.
-    options: options of the command that starts the script; None if no command is known. An option that the script reads
-    itself becomes a key that begins with "program.".
-    environment: variables that the command sets.
+    An argument of the trainer is a key that begins with "trainer.". The value of a function or a data set is its name.
+    Any other value that is no literal is `Unread`. An unknown call that may change an object is a key too, such as
+    "trainer.model.build()".
+    options: options of the command that starts the script; None if no command is known. An option that the script
+        reads itself becomes a key that begins with "program.".
+    environment: {environment variable that the command sets: value}; None if no command is known.
     Raises: UserError, if the script is no Python, or makes no config of a trainer of TRL.
     """
     try:
@@ -119,7 +122,11 @@ def _steps(prefix: str, item: ScriptObject) -> dict[str, Any]:
 
 
 def argument_keys(name: str, value: Any) -> dict[str, Any]:
-    """Returns the keys of an argument of the trainer: its value, its parts, and unknown calls that may change it."""
+    """Returns the keys of an argument of the trainer: its value, its parts, and unknown calls that may change it.
+
+    name: name of the key. For example, the model of AutoModelForCausalLM.from_pretrained("a/b", dtype="auto") has the
+    keys "trainer.model" with the value a/b, and "trainer.model.dtype" with the value auto.
+    """
     if name.endswith("callbacks") and isinstance(value, list):
         return {name: [str(x.value if isinstance(x, ScriptObject) else x).partition("(")[0] for x in value]}
     kind = value.kind if isinstance(value, ScriptObject) else ""
@@ -148,7 +155,11 @@ def argument_keys(name: str, value: Any) -> dict[str, Any]:
 
 
 def key_value(value: Any, *, functions: bool = False) -> Any:
-    """Returns the value of a key; `Unread` if it is not in the script. functions: whether a function has its name."""
+    """Returns the value of a key: a literal, or a list or dict of literals; `Unread` if the script does not say it.
+
+    functions: whether the value of a function is its name, as in reward_funcs=[good]. The value of torch.bfloat16 is
+    always its name.
+    """
     if isinstance(value, ScriptObject):
         if value.kind == "name" and str(value.value).startswith("torch."):
             return str(value.value).removeprefix("torch.")
