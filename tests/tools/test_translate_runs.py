@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import readers
 from jaxrl_llm.tools.translate.outcome import translate
 
@@ -85,3 +86,59 @@ def test_a_key_of_one_of_easyr1s_examples_has_its_newer_name(tmp_path):
     (path := tmp_path / "e.yaml").write_text("data: {val_files: a/b@test}\n" + EASYR1 % "test_freq: 5")
     source = readers.read(path)
     assert translate(source.table, source.keys).fields()["eval.every"] == 5
+
+
+HYDRA = (
+    "data: {train_batch_size: 64}\nalgorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {optim: {lr: '%s'}}}\n"
+)
+MATH = "worker: {actor: {model: {model_path: a/b}, optim: {lr: %s}}, rollout: {n: 8}}\ntrainer: {max_steps: 9}\n"
+DPO_SCRIPT = """
+from dataclasses import dataclass
+from peft import LoraConfig
+from trl import DPOConfig, DPOTrainer, TrlParser
+@dataclass
+class Own:
+    rank: int = 4
+    lora_r: int = 4
+own, args = TrlParser((Own, DPOConfig)).parse_args_and_config()
+DPOTrainer("a/b", None, args, train_dataset="c/d", peft_config=LoraConfig(r=own.lora_r)).train()
+"""
+LAUNCHES = [  # files beside the launch, the launch, fields, and what is unknown
+    # a variable that the script sets wins over the default of a reference
+    ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
+     "export LR=5e-6\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
+     {"optim.learning_rate": 5e-6}, []),
+    ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
+     "export LR=$(cat lr.txt)\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
+     {}, ["optim.learning_rate"]),
+    # a config that the script writes, with and without an unknown value
+    ({}, f"cat > a.yaml <<EOF\n{MATH % '5e-6'}EOF\npython3 -m verl.trainer.main config=a.yaml",
+     {"optim.learning_rate": 5e-6}, []),
+    ({}, f"cat > a.yaml <<EOF\n{MATH % '$(cat lr.txt)'}EOF\npython3 -m verl.trainer.main config=a.yaml",
+     {"group_size": 8}, ["optim.learning_rate"]),
+    # versions of EasyR1 are no months, so they say no release
+    ({}, "# easyr1==0.3.2\npython3 -m verl.trainer.main worker.rollout.n=4 worker.actor.model.model_path=a/b",
+     {"loss.clip_high": 0.3, "entropy": None}, []),
+    # options of a program in an array
+    ({"dpo.py": DPO_SCRIPT}, "A=(\n --output_dir x\n --lora_r 8\n)\ntorchrun --nproc_per_node=2 dpo.py ${A[@]}",
+     {"adapters.rank": 8}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(LAUNCHES)))
+def test_variables_and_files_of_a_launch_reach_its_config(number, tmp_path):
+    files, text, fields, unknown = LAUNCHES[number]
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (path := tmp_path / "run.sh").write_text(text)
+    source = readers.read(path)
+    made = translate(source.table, source.keys, pinned=source.pinned)
+    assert {field: made.fields().get(field) for field in fields} == fields and source.lost == ()
+    assert set(unknown) <= made.unknown().keys() and not (fields.keys() & made.unknown().keys())
+
+
+def test_a_field_of_the_same_name_as_a_key_is_the_users_to_set(tmp_path, capsys):
+    (path := tmp_path / "e.yaml").write_text("data: {format_prompt: ./a.jinja}\n" + EASYR1 % "total_epochs: 1")
+    program.run(path, None, 0, 0)
+    assert "yours to set: data.format_prompt" in capsys.readouterr().err

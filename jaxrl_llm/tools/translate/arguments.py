@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Unread
 
 # An argument key=value of Hydra and OmegaConf, and the short options of Hydra.
@@ -114,17 +113,6 @@ def calculated(
         raise ValueError(f"{text} is no expression of numbers")
 
     return value(ast.parse(text.strip(), mode="eval").body)
-
-
-def value_of(text: Any, parse: Callable[[str], Any] = parse_scalar) -> Any:
-    """Returns the parsed text of a value; `Unread` if a variable of the shell is left in the text."""
-    if isinstance(text, list):
-        return [value_of(element, parse) for element in text]
-    if isinstance(text, Unread):
-        return text
-    # ${a.b} is no variable of the shell: in Hydra it names another key, which `documents.resolved` looks up later.
-    variable = re.search(r"\$(\{\w+[^\w.]|\{[!#@]|\w+|\(|\[)", text)
-    return Unread(f"{text!r}, which the script does not say") if variable else parse(text)
 
 
 def without_places(value: Any) -> Any:

@@ -39,8 +39,8 @@ PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 TRL_FLAGS = trl.flags()
 # Python code that makes a config of TRL, as in `python -c "$CODE"`.
 MAKES_CONFIG = re.compile(rf"\b({'|'.join(script_calls.CONFIGS)})\(")
-# Beginning of the key of a flag, such as --config-name or accelerate.num_processes.
-LAUNCHER_KEY = re.compile(rf"--|({'|'.join(launchers.LAUNCHERS)})\.")
+# Beginning of the key of a flag, such as --config-name, accelerate.num_processes or program.lora_r.
+FLAG_KEY = re.compile(rf"--|(program|{'|'.join(launchers.LAUNCHERS)})\.")
 # Modules that start a training script, which is a later word of the command.
 LAUNCHER_MODULES = ("torch.distributed", *launchers.LAUNCHERS)
 
@@ -78,10 +78,10 @@ def _read(path: Path, text: str) -> ForeignConfig:
     is_document = path.suffix in (".json", ".yaml", ".yml")
     if path.suffix == ".py":
         keys = read_script(path, text)
+    elif is_document:
+        keys = documents.with_references(documents.read_document(path, text))
     else:
-        keys = (
-            documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
-        )
+        keys = _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must not have other characters, such as line breaks.
     if wrong := next((key for key in values if not KEY.fullmatch(key)), ""):
@@ -106,7 +106,7 @@ def pinned_version(table: TrainerTable, text: str) -> str:
     match = re.search(
         rf"\b{table.releases.package}(?:\[[\w,]+\])?(?:==|~=| v?|@v|-)(\d+\.\d+(?:\.\d+)?)\b", text, re.IGNORECASE
     )
-    return match[1] if match and table.releases.history else ""
+    return match[1] if match and table.releases.history and table.releases.is_numbered else ""
 
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> TrainerTable:
@@ -153,7 +153,7 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
     rounds = next(iter(runs.values()), [])
-    lost = unreached(script, {LAUNCHER_KEY.sub("", key) for keys in rounds for key in keys.values})
+    lost = unreached(script, {FLAG_KEY.sub("", key) for keys in rounds for key in keys.values})
     code = (text for command in script.commands for text in (*command.words, *script.files.values()))
     if not rounds and (program := next(filter(MAKES_CONFIG.search, code), "")):
         keys = read_script(Path(f"the Python code in {path}"), program)
@@ -220,16 +220,17 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     program_file = f"{words[start + 1].replace('.', '/')}.py" if words[start] == "-m" else words[start]
     known_note = next((note for pattern, note in KNOWN_PROGRAMS.items() if re.search(pattern, program_file)), None)
     hydra, unkeyed = arguments.keys_of(inside)
-    if any(key.split(".")[0] in documents.SECTIONS for key in hydra) or "--config-name" in hydra:
-        keys = documents.with_files(path, {key: arguments.value_of(value) for key, value in hydra.items()}, files)
+    environment = {name: documents.value_of(" ".join(x), str) for name, x in command.variables.items()}
+    if any(key.split(".")[0] in (*documents.SECTIONS, "config", "--config-name") for key in hydra):
+        keys = documents.with_files(path, {key: documents.value_of(value) for key, value in hydra.items()}, files)
         keys.lost += _unkeyed(unkeyed) + [f"{program_file}: {SENTENCES['OTHER_MAIN']}"] * (known_note is None)
-        return documents.with_references(keys)
+        return documents.with_references(keys, environment)
     options, unkeyed = arguments.flags(inside)
     values: dict[str, Any] = {}
     for key, value in options.items():
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
-        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(value)
+        values[key.removeprefix("no_") if is_denied else key] = not is_denied and documents.value_of(value)
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
@@ -244,24 +245,26 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     if known_note is None:
-        _follow_program(program_file, file, keys, command)
+        _follow_program(program_file, file, keys, environment)
     keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
     for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
     if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
-        keys.values["wandb_project"] = arguments.value_of(" ".join(project))
+        keys.values["wandb_project"] = documents.value_of(" ".join(project))
     return keys
 
 
 def _follow_program(
-    name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys, command: ShellCommand
+    name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys, environment: Mapping[str, Any]
 ) -> None:
-    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read."""
+    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read.
+
+    environment: {variable that the program sees: value}.
+    """
     if not file:
         keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
         return
     try:
-        environment = {key: arguments.value_of(" ".join(x), str) for key, x in command.variables.items()}
         script = read_script(*file, keys.values, environment)
     except UserError as error:
         keys.lost.append(f"{name}: this program is not followed ({error})")

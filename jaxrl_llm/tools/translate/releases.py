@@ -51,10 +51,14 @@ class Releases:
     until: Mapping[str, Release] = field(default_factory=dict)
 
     @property
+    def is_numbered(self) -> bool:
+        """Whether the releases are versions of the package. Those of EasyR1 are months, such as 2025.3."""
+        return self.package in ("trl", "verl")
+
+    @property
     def hint(self) -> str:
         """How a user names the release of a file."""
-        is_numbered = self.package in ("trl", "verl")
-        return f"; a comment such as '# {self.package}==VERSION' in the file names its release" * is_numbered
+        return f"; a comment such as '# {self.package}==VERSION' in the file names its release" * self.is_numbered
 
     def defaults_at(self, at: Release) -> dict[str, Any]:
         """Returns {key: its default in a release} of the keys whose newest default is another one."""
