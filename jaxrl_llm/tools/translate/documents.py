@@ -119,7 +119,8 @@ def compose_defaults(path: Path, document: dict[Any, Any], roots: Sequence[Path]
 def _included_files(entry: Any) -> list[tuple[str, str, bool]]:
     """Returns (file, section of its keys or "", whether it may be absent) for each file of an entry of `defaults`.
 
-    entry: "group/file@section", or {"group@section": file}; a file `null` is none.
+    Examples of an entry: "ppo_trainer"; "optim/fast@critic.optim", whose keys are those of the section critic.optim;
+    {"optim@critic.optim": "fast"}, which means the same; {"optional data": None}, which names no file.
     """
     group, choice = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
     words = str(group).split() or [""]
@@ -129,7 +130,10 @@ def _included_files(entry: Any) -> list[tuple[str, str, bool]]:
 
 
 def _key_prefix(section: str, name: str) -> str:
-    """Returns the prefix of the keys of a file, from its section or else from its folder."""
+    """Returns the prefix of the keys of a file: "optim." for a file of the folder optim/ without another section.
+
+    section: section that the entry or the file names, which wins over the folder; "" if none is named.
+    """
     folder = name.strip("/").rpartition("/")[0].replace("/", ".")
     section = {"_global_": "", "_here_": "", "_group_": folder, "": folder}.get(section, section)
     return section.removeprefix("_global_.") + "." * bool(section)

@@ -70,11 +70,12 @@ class Releases:
 
         values: {key of the file: value}; pinned: version that the file names. Without a sign the newest is assumed.
         """
-        first, last = (
-            {key: bound for pattern, bound in bounds.items() if (key := first_key((pattern,), values))}
-            for bounds in (self.since, self.until)
-        )
-        old_key, new_key = min(last, key=last.__getitem__, default=""), max(first, key=first.__getitem__, default="")
+        # {key of the file: first release that has it}, and {key of the file: last release that has it}
+        first = {key: bound for pattern, bound in self.since.items() if (key := first_key((pattern,), values))}
+        last = {key: bound for pattern, bound in self.until.items() if (key := first_key((pattern,), values))}
+        # The key that the earliest releases have, and the key that only the latest releases have, say most.
+        old_key = min(last, key=lambda key: last[key], default="")
+        new_key = max(first, key=lambda key: first[key], default="")
         if not old_key and not pinned:
             return [LATEST], []
         # Keys of earlier and of later releases contradict each other, so any release between them is possible.

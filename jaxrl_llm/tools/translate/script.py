@@ -56,29 +56,23 @@ def read_script(
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
     run = _followed(tree, options, environment or {})
-    configs = (item for item in run.items if item.kind == "config")
-    config = next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
+    config = _config_of(trainer, run.items)
     if not trainer and not config:
         other = (name for name, _ in called if name in WORDS["untranslated_classes"])
         made = ", ".join(f"{name}, which is not translated" for name in other)
         listed = ", ".join(sorted(own_configs))
         raise UserError(f"{path} makes {made or 'no config'}: name a script that calls one of {listed}, or a .sh")
     lost = list(run.lost)
-    arguments = dict(trainer.keys) if trainer else {}
-    args = arguments.pop("args", None)
-    if isinstance(args, ScriptObject) and args.kind == "config":
-        config = args
-    elif trainer and args is not None:
-        config = script_calls.unread_config(str(trainer.value), trainer.node)
     if config and any(name.startswith("**") for name in config.keys):
         lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
     settings = config.keys | _steps("trainer.args", config) if config else {}
     settings |= {name: run.environment[x] for x, name in TRACKED.items() if x in run.environment}
     keys = {name: key_value(value) for name, value in settings.items()}
-    for name, value in arguments.items():
-        keys |= argument_keys(f"trainer.{name}", value)
-    keys |= _steps("trainer", trainer) if trainer else {}
+    if trainer:
+        for name, value in trainer.keys.items():
+            keys |= argument_keys(f"trainer.{name}", value) if name != "args" else {}
+        keys |= _steps("trainer", trainer)
     keys |= {f"program.{name}": value for name, value in run.own_options.items()}
     # A script without its command may be started with several processes, and their number is a factor of the batch.
     if options is None and (comment := _comment_on_processes(tree, text)):
@@ -86,6 +80,22 @@ def read_script(
         run.notes.append(f"{comment!r}: a comment does not decide the number of processes")
     kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
     return DocumentKeys(keys, lost, run.notes, program=kind, program_text=text)
+
+
+def _config_of(trainer: ScriptObject | None, items: list[ScriptObject]) -> ScriptObject | None:
+    """Returns the config of a trainer, which is its argument `args`, or else the first config that a script makes.
+
+    items: configs and trainers that the script makes.
+    """
+    args = trainer.keys.get("args") if trainer else None
+    if isinstance(args, ScriptObject) and args.kind == "config":
+        return args
+    # The config may come from a function that is not known, as in GRPOTrainer(model, args=make_config()).
+    if trainer and args is not None:
+        return script_calls.unread_config(str(trainer.value), trainer.node)
+    # TrainingArguments without a trainer of TRL are those of another program.
+    configs = (item for item in items if item.kind == "config")
+    return next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
 
 
 def _comment_on_processes(tree: ast.Module, text: str) -> str:

@@ -140,8 +140,12 @@ def trainer_table(
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
     current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
     former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
-    ends = {key: [*row.versions.split("-"), ""] for key, row in rows.items() if row.versions}
-    since, until = ({key: release(bounds[i]) for key, bounds in ends.items() if bounds[i]} for i in (0, 1))
+    since: dict[str, Release] = {}
+    until: dict[str, Release] = {}
+    for key, row in rows.items():
+        first, _, last = row.versions.partition("-")
+        since |= {key: release(first)} if first else {}
+        until |= {key: release(last)} if last else {}
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
     history = {key: older_defaults(row.was) for key, row in current.items() if row.was}
     releases = Releases(name.lower().partition("'")[0], history, since, until)
