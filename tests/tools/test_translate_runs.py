@@ -25,6 +25,7 @@ SPRING = (
     "python3 -m verl.trainer.main worker.actor.model.model_path=a/b worker.rollout.n=4 trainer.max_steps=9 "
     "worker.actor.optim."
 )
+PAIRS = "trl dpo --model_name_or_path a/b --dataset_name c/d --max_steps 9 --load_best_model_at_end True"
 EPISODES = (
     "trl rloo --model_name_or_path a/b --dataset_name c/d --reward_model_path e/f --rloo_k 4 --num_ppo_epochs 2 "
     "--num_mini_batches 2 --per_device_train_batch_size 8 --total_episodes 6400 --num_processes 1 --save_steps 500"
@@ -56,6 +57,9 @@ RUNS = [  # file, text, fields, and some of what is unknown
     ("v.sh", f"{VERL}actor_rollout_ref.rollout.do_sample=False", {}, ["actor_rollout_ref.rollout.do_sample"]),
     ("v.sh", f"{VERL}data.train_max_samples=64", {}, ["data.train_max_samples"]),
     ("v.sh", f"{VERL}trainer.resume_from_path=x/global_step_5", {}, ["trainer.resume_from_path"]),
+    # the best checkpoint of a run that evaluates
+    ("d.sh", f"{PAIRS} --eval_strategy steps", {"checkpoint.keep_best": 1}, []),
+    ("d.sh", PAIRS, {"checkpoint.keep_best": 0}, []),
     ("v.sh", f"{VERL}trainer.experiment_name=$NAME", {}, ["log.name"]),
     ("r.sh", f"{EPISODES} --run_name $NAME", {}, ["log.name"]),
     ("e.yaml", EASYR1 % "critic_warmup: 3", {}, ["trainer.critic_warmup"]),
@@ -136,6 +140,36 @@ def test_variables_and_files_of_a_launch_reach_its_config(number, tmp_path):
     made = translate(source.table, source.keys, pinned=source.pinned)
     assert {field: made.fields().get(field) for field in fields} == fields and source.lost == ()
     assert set(unknown) <= made.unknown().keys() and not (fields.keys() & made.unknown().keys())
+
+
+SAID = [  # a launch, and a word of the comments on its config, which another launch does not have
+    (f"# verl==0.5.0\n{VERL}", f"# verl==0.9.1\n{VERL}", "micro-batch"),
+    (f"{VERL}{ACTOR}.grad_clip=0.5", f"{VERL}{ACTOR}.grad_clip=1.0", "clip_grad"),
+    (
+        f"{SPRING}lr=1e-6 worker.actor.fsdp.torch_dtype=bf16",
+        f"{SPRING}lr=1e-6 worker.actor.fsdp.torch_dtype=fp32",
+        "model.dtype is of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "other", "words"), SAID)
+def test_a_difference_from_one_release_or_value_is_said_for_it_alone(text, other, words, tmp_path):
+    reasons = []
+    for launch in (text, other):
+        (path := tmp_path / "run.sh").write_text(launch)
+        source = readers.read(path)
+        made = translate(source.table, source.keys, pinned=source.pinned)
+        outcomes = [*made.outcomes.values(), *made.defaults.values()]
+        reasons.append(" ".join(one.reason for one in outcomes if one.kind == "changed"))
+    assert (words in reasons[0], words in reasons[1]) == (True, False)
+
+
+def test_a_template_in_a_config_is_complete_and_a_file_is_a_task(tmp_path):
+    for template, is_task in (("./a.jinja", True), ("'{{ content }} Think first.'", False)):
+        (path := tmp_path / "e.yaml").write_text(f"data: {{format_prompt: {template}}}\n" + EASYR1 % "total_epochs: 1")
+        source = readers.read(path)
+        assert ("data.format_prompt" in translate(source.table, source.keys).user_tasks()) == is_task
 
 
 def test_a_field_of_the_same_name_as_a_key_is_the_users_to_set(tmp_path, capsys):

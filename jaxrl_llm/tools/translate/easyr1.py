@@ -74,6 +74,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
 
 def around(value: Any, keys: Keys) -> Outcome:
     """Translates EasyR1's `format_prompt`, the template around a question, to `data.format_prompt`."""
+    if "{{" in str(value):
+        return Outcome("mapped", {"data.format_prompt": str(value)}, "the template itself, and not its file")
     task = f"a copy of {value}, or the template itself"
     return Outcome("mapped", {"data.format_prompt": str(value)}, tasks={"data.format_prompt": task})
 

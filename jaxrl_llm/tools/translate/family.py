@@ -267,9 +267,12 @@ class Family:
         # If no length is set, veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
-        is_sum = mode == "constant"
-        fields = {"aggregate.mode": mode, "aggregate.constant_length": length * is_sum}
-        return Outcome("changed" if is_sum else "mapped", fields, SENTENCES["SUM_OF_MICRO_BATCH"] * is_sum)
+        fields = {"aggregate.mode": mode, "aggregate.constant_length": length if mode == "constant" else 0}
+        if mode == "constant":
+            return Outcome("changed", fields, SENTENCES["SUM_OF_MICRO_BATCH"])
+        if mode == "token_mean" and keys.defaults.get("(token_mean)") == "micro-batch":
+            return Outcome("changed", fields, SENTENCES["MICRO_BATCH_TOKENS"])
+        return Outcome("mapped", fields)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates a key of the critic's updates: in jaxrl_llm the critic has the batches of the policy."""

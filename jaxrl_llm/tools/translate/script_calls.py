@@ -174,9 +174,13 @@ class ScriptRun(Interpreter):
         return self.changing_call(name, values, node)
 
     def changing_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
-        """Returns the first object among `values`, after recording in all of them that the call may change them."""
+        """Returns the first object among `values`, after recording in all of them that the call may change them.
+
+        A model that an unknown function gets is probably what the function returns, as in `model = patch(model)`. The
+        result of a function of parsed arguments is another object, as in `rewards = get_rewards(script_args)`.
+        """
         items = self.record_change(values, f"{name}()", node)
-        return items[0] if items else Unread(snippet(node))
+        return next((item for item in items if item.kind != "object"), Unread(snippet(node)))
 
     def imported_call(self, function: ScriptObject, node: ast.Call) -> Any:
         """Interprets a call of an imported name, such as trl.GRPOConfig(...) or AutoTokenizer.from_pretrained(...)."""
