@@ -18,6 +18,7 @@ import builtins
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -321,10 +322,8 @@ class Interpreter(ABC):
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
         """Returns the value of `owner[index]`; `Unread` if the owner or the index is unknown."""
         if isinstance(owner, list | dict) and is_literal(index):
-            try:
+            with suppress(KeyError, IndexError, TypeError):
                 return owner[index]
-            except (KeyError, IndexError, TypeError):
-                pass
         return owner if isinstance(owner, ScriptObject) and owner.kind == "part" else Unread(snippet(node))
 
     def computed(self, node: ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp) -> Any:
@@ -332,13 +331,11 @@ class Interpreter(ABC):
         values = [self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
         if not is_literal(values):
             return Unread(snippet(node))
-        try:
+        with suppress(KeyError, TypeError, ValueError, ArithmeticError):
             match node:
                 case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.Compare(ops=[op]):
                     return COMPUTED[type(op)](*values)
                 case ast.BoolOp(op=op):
                     is_or = isinstance(op, ast.Or)
                     return next((value for value in values if bool(value) == is_or), values[-1])
-        except (KeyError, TypeError, ValueError, ArithmeticError):
-            pass
         return Unread(snippet(node))
