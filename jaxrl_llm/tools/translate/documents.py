@@ -41,9 +41,11 @@ PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 class DocumentKeys:
     """The keys of a config file, or of a training command, with their values.
 
-    lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    to which other keys refer; program: kind of TRL's trainer that the program or its name says, "" if none;
-    program_text: text of the program if it is read.
+    lost: lines that belong to no key.
+    notes: sentences about values that the file does not say itself.
+    referred: keys to which other keys refer, such as `lr` if the file has the value ${lr} too.
+    program: kind of TRL's trainer that the program or its name says, such as "dpo" of dpo.py; "" if none.
+    program_text: text of the program; "" if it is not read.
     """
 
     values: dict[str, Any]

@@ -31,9 +31,11 @@ CLIP_SIDES = ("clip_low", "clip_high")
 class Family:
     """veRL, EasyR1 or Search-R1: the rows of its table, and the rules of its keys on which other keys depend.
 
-    rows: {key: row} of the table; losses: {loss of the trainer: loss of jaxrl_llm}; in_loss, in_reward: whether the KL
-    penalty is in the loss, or in the reward; counts_sequences:
-    whether the mini-batch counts sequences, and not prompts.
+    rows: {key: row} of the table.
+    losses: {loss of the trainer: loss of jaxrl_llm}.
+    in_loss: whether the KL penalty is in the loss.
+    in_reward: whether the KL penalty is in the reward.
+    counts_sequences: whether the mini-batch counts sequences, and not prompts.
     """
 
     rows: Mapping[str, Row]

@@ -49,8 +49,10 @@ LAUNCHER_MODULES = ("torch.distributed", *launchers.LAUNCHERS)
 class ForeignConfig:
     """The keys of a config or script, and the table of the trainer that they are for.
 
-    lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    to which other keys refer; pinned: version of the trainer that the text names, "" if it names none.
+    lost: lines that belong to no key.
+    notes: sentences about values that the file does not say itself.
+    referred: keys to which other keys refer.
+    pinned: version of the trainer that the text names, such as "0.16.1" of `pip install trl==0.16.1`; "" if none.
     """
 
     table: TrainerTable
@@ -173,14 +175,17 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
 def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     """Returns the lines of a shell script with words that look like keys, but belong to no command that is followed.
 
-    keys: keys of the training command. A command whose first word is such a key is a part of the training command that
-    a comment has cut off.
+    keys: keys of the training command, which are no loss if another line has them too.
     """
+    # A command whose first word looks like a key is the end of the training command, which a comment has cut off.
     whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
     reached = script.patterns.union(*(command.positions for command in whole_commands))
     words_by_line: list[tuple[int, list[str]]] = []
-    for word in [word for word in script.lexer.words if word.position not in reached]:
+    for word in script.lexer.words:
+        if word.position in reached:
+            continue
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
+        # Of A="data.seed=1" only the value looks like a key.
         match = ASSIGNMENT.match(word_text)
         like_keys = _like_keys(word_text[match.end() if match else 0 :])
         unused_words = [text for text in like_keys if _name(text) not in keys]

@@ -41,8 +41,10 @@ def first_key(patterns: Collection[str], values: Mapping[str, Any]) -> str:
 class Releases:
     """The releases of a trainer: which keys they have, and which defaults of older ones were others.
 
-    package: name of the trainer's package; history: {key: its older defaults, each with the last release that had it,
-    the oldest first}; since, until: {name or pattern of a key: first, or last, release that has it}.
+    package: name of the trainer's package.
+    history: {key: its older defaults, each with the last release that had it, the oldest first}.
+    since: {name or pattern of a key: first release that has it}.
+    until: {name or pattern of a key: last release that has it}.
     """
 
     package: str
@@ -68,7 +70,10 @@ class Releases:
     def possible(self, values: Mapping[str, Any], pinned: str) -> tuple[list[Release], list[str]]:
         """Returns a release for each set of defaults that a file may be for, the newest last, and notes for the user.
 
-        values: {key of the file: value}; pinned: version that the file names. Without a sign the newest is assumed.
+        For example, a file with a key of TRL since 0.15 and another one until 0.27 is for any release between them. If
+        defaults have changed after 0.16 and 0.18, the result is 0.16, 0.18 and 0.27. Without a sign it is the newest.
+        values: {key of the file: value}.
+        pinned: version that the file names; "" if none. It counts more than the keys.
         """
         # {key of the file: first release that has it}, and {key of the file: last release that has it}
         first = {key: bound for pattern, bound in self.since.items() if (key := first_key((pattern,), values))}
