@@ -183,7 +183,12 @@ class ScriptRun(Interpreter):
         return next((item for item in items if item.kind != "object"), Unread(snippet(node)))
 
     def imported_call(self, function: ScriptObject, node: ast.Call) -> Any:
-        """Interprets a call of an imported name, such as trl.GRPOConfig(...) or AutoTokenizer.from_pretrained(...)."""
+        """Interprets a call of an imported name, such as trl.GRPOConfig(...) or AutoTokenizer.from_pretrained(...).
+
+        The name decides what the call means: it makes a config or trainer of TRL, reads or sets an environment
+        variable, is quiet, has a method `call_…` of this class, makes an object of `MADE`, or converts a literal. Any
+        other call, and each call of a package that is not known, may change the objects of its arguments.
+        """
         *parents, name = function.value.split(".")
         foreign, package = function.is_foreign, [*parents, name][0]
         # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
@@ -239,7 +244,11 @@ class ScriptRun(Interpreter):
         return self.items[-1]
 
     def instance(self, class_item: ScriptObject, node: ast.Call) -> Any:
-        """Returns the object that a call of a class of the script makes, such as a subclass of GRPOTrainer."""
+        """Returns the object that a call of a class of the script makes.
+
+        A class that is derived from GRPOTrainer makes a trainer, and a dataclass makes an object with its fields. A
+        class with a method such as __init__ makes an object without known fields, because methods are not followed.
+        """
         base = last_part(class_item.value)
         if base in TRAINERS | CONFIGS:
             item = self.create_trl_object(base, node)
@@ -265,7 +274,7 @@ class ScriptRun(Interpreter):
         defaults += zip(keyword_names, function.args.kw_defaults, strict=True)
         parameters = {name: Unread(name) for name in positional_names + keyword_names}
         parameters |= {name: self.value(default) for name, default in defaults if default}
-        # `Interpreter.arguments` names a positional argument by its number, as the text "0" or "1".
+        # `Interpreter.arguments` names a positional argument by its number: f(model, beta=0.1) has "0" and "beta".
         unnamed_parameters = [name for name in positional_names if name not in arguments]
         for name, value in arguments.items():
             is_position = name.isdigit() and int(name) < len(unnamed_parameters)
@@ -375,7 +384,12 @@ class ScriptRun(Interpreter):
     call_TrlParser = call_HfArgumentParser
 
     def parse_arguments(self, parser: ScriptObject, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
-        """Returns what a parser returns: defaults of the options that the script adds to it, or of its dataclasses."""
+        """Interprets a method of a parser of the command line.
+
+        `parser.add_argument("--beta", default=0.1)` adds the option beta with its default. `parser.parse_args()` returns
+        an object with all options, and `HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()` a list with
+        one object for each class. An option has the value in the command that starts the script, or else its default.
+        """
         if name == "add_argument":
             flags = [value for key, value in arguments.items() if key.isdigit() and isinstance(value, str)]
             option = str(arguments.get("dest", next((x for x in flags if x.startswith("--")), (flags or ["-"])[0])))
@@ -398,7 +412,10 @@ class ScriptRun(Interpreter):
         return [self.parsed(entry, node) for entry in entries]
 
     def parsed(self, entry: ScriptObject, node: ast.Call) -> Any:
-        """Returns what a parser makes of one of its classes, from the options of the command if they are known."""
+        """Returns the object that a parser makes of one of its classes, such as Own or GRPOConfig.
+
+        If the options of the command are known, they win over the defaults of the class.
+        """
         name = last_part(entry.value)
         if self.options is None:
             # A config of TRL has all settings of the command line, so only what the script assigns to it is known.
