@@ -386,9 +386,9 @@ class ScriptRun(Interpreter):
     def parse_arguments(self, parser: ScriptObject, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
         """Interprets a method of a parser of the command line.
 
-        `parser.add_argument("--beta", default=0.1)` adds the option beta with its default. `parser.parse_args()` returns
-        an object with all options, and `HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()` a list with
-        one object for each class. An option has the value in the command that starts the script, or else its default.
+        `parser.add_argument("--beta", default=0.1)` adds the option beta with its default. `parser.parse_args()`
+        returns an object with all options. `HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()` returns
+        a list with one object for each class. The value of an option is that of the command, or else the default.
         """
         if name == "add_argument":
             flags = [value for key, value in arguments.items() if key.isdigit() and isinstance(value, str)]
