@@ -286,6 +286,14 @@ def test_a_comment_on_several_processes_leaves_the_batch_unknown(tmp_path):
         assert "prompts_per_step" not in translate(source.table, source.keys, processes=2).unknown()
 
 
+def test_what_a_function_makes_of_parsed_arguments_is_one_unread_value(tmp_path):
+    lines = "@dataclass\nclass Own:\n    size: int = 3\naccuracy_reward = build(Own())"
+    (path := tmp_path / "grpo.py").write_text(BEGIN + lines + END)
+    source = readers.read(path)
+    assert [key for key in source.keys if key.startswith("trainer.reward_funcs")] == ["trainer.reward_funcs"]
+    assert "reward.functions" in translate(source.table, source.keys).unknown()
+
+
 def test_a_script_that_changes_a_class_of_trl_is_told(tmp_path):
     (path := tmp_path / "grpo.py").write_text(f"{BEGIN}GRPOTrainer.compute_loss = build{END}")
     assert ["GRPOTrainer.compute_loss" in line for line in readers.read(path).lost] == [True]
