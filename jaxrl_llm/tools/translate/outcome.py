@@ -202,11 +202,11 @@ class Translation:
         are fields of a section that is None.
         """
         unfinished: dict[str, str] = dict(self.differing) if attribute == "unknown" else {}
-        own_fields = {
-            name for x in self.outcomes.values() for name in x.fields.keys() - x.tasks.keys() - x.unknown.keys()
-        }
+        complete: set[str] = set()  # fields that a key of the file sets
+        for outcome in self.outcomes.values():
+            complete |= outcome.fields.keys() - outcome.tasks.keys() - outcome.unknown.keys()
         for outcome in self.defaults.values():
-            unfinished |= {name: x for name, x in getattr(outcome, attribute).items() if name not in own_fields}
+            unfinished |= {name: x for name, x in getattr(outcome, attribute).items() if name not in complete}
         for outcome in self.outcomes.values():
             unfinished |= getattr(outcome, attribute)
         sections = tuple(f"{name}." for name, x in self.fields().items() if x is None and name not in unfinished)
@@ -287,15 +287,13 @@ def with_defaults_of(
         listed = ", ".join(f"{name} = {known[name]}" for name in own if name in known) or "none that matters"
         if known and isinstance(values.get(key), Unread):
             # The script has the key under a condition, as in `if args.fast: import unsloth`.
-            notes.append(
-                f"{key} shows {edition.name}, if {values[key]}. It is not known which defaults apply: {listed}"
-            )
+            sign = f"{key} shows {edition.name}, if {values[key]}"
+            notes.append(f"{sign}. It is not known which defaults apply: {listed}")
             own = {name: Unread(f"{x} {edition.name}, else {table.defaults.get(name)}") for name, x in own.items()}
         elif edition.name:
             defaults = {name: x for name, x in (table.defaults | known).items() if x != MISSING}
-            table = replace(
-                table, version=f"{table.version} {edition.name}" if key else edition.name, defaults=defaults
-            )
+            version = f"{table.version} {edition.name}" if key else edition.name
+            table = replace(table, version=version, defaults=defaults)
             notes.append(f"the defaults {edition.name if key else f'of {edition.name}'} apply: {listed}")
         current = current | {name: x for name, x in own.items() if isinstance(x, Unread)}
     return table, current, notes
