@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import readers
 from jaxrl_llm.tools.translate.outcome import translate
 
@@ -20,6 +21,11 @@ ACTOR = "actor_rollout_ref.actor"
 OLD = f"{VERL}{ACTOR}.fsdp_config.grad_offload=False {ACTOR}.optim.warmup_style=cosine"
 SEARCH = f"{VERL}max_turns=2 retriever.topk=3 {ACTOR}.state_masking="
 EASYR1 = "worker: {actor: {model: {model_path: a/b}}, rollout: {n: 4}}\ntrainer: {max_steps: 9, %s}"
+SPRING = (
+    "python3 -m verl.trainer.main worker.actor.model.model_path=a/b worker.rollout.n=4 trainer.max_steps=9 "
+    "worker.actor.optim."
+)
+PAIRS = "trl dpo --model_name_or_path a/b --dataset_name c/d --max_steps 9 --load_best_model_at_end True"
 EPISODES = (
     "trl rloo --model_name_or_path a/b --dataset_name c/d --reward_model_path e/f --rloo_k 4 --num_ppo_epochs 2 "
     "--num_mini_batches 2 --per_device_train_batch_size 8 --total_episodes 6400 --num_processes 1 --save_steps 500"
@@ -51,7 +57,15 @@ RUNS = [  # file, text, fields, and some of what is unknown
     ("v.sh", f"{VERL}actor_rollout_ref.rollout.do_sample=False", {}, ["actor_rollout_ref.rollout.do_sample"]),
     ("v.sh", f"{VERL}data.train_max_samples=64", {}, ["data.train_max_samples"]),
     ("v.sh", f"{VERL}trainer.resume_from_path=x/global_step_5", {}, ["trainer.resume_from_path"]),
+    # the best checkpoint of a run that evaluates
+    ("d.sh", f"{PAIRS} --eval_strategy steps", {"checkpoint.keep_best": 1}, []),
+    ("d.sh", PAIRS, {"checkpoint.keep_best": 0}, []),
+    ("v.sh", f"{VERL}trainer.experiment_name=$NAME", {}, ["log.name"]),
+    ("r.sh", f"{EPISODES} --run_name $NAME", {}, ["log.name"]),
     ("e.yaml", EASYR1 % "critic_warmup: 3", {}, ["trainer.critic_warmup"]),
+    ("e.sh", f"{SPRING}warmup_style=constant", {"optim.decay": "constant"}, []),
+    ("e.sh", f"{SPRING}warmup_style=cosine", {}, ["optim.decay"]),
+    ("e.sh", f"{SPRING}warmup_style=cosine worker.actor.clip_ratio=0.2", {"optim.decay": "constant"}, []),
     ("r.sh", EPISODES, {"optim.clip_norm": 0.0}, ["checkpoint.every"]),
     ("g.yaml", f"{TRL}reward_weights: [1.0, 0.2, 0.1]", {"reward.weights": (1.0, 0.2, 0.1)}, ["reward.functions"]),
     ("g.yaml", f"{TRL}reward_funcs: [accuracy]\nlora_dropout: 0.1\nuse_peft: true", {}, ["lora_dropout"]),
@@ -76,3 +90,89 @@ def test_a_key_of_one_of_easyr1s_examples_has_its_newer_name(tmp_path):
     (path := tmp_path / "e.yaml").write_text("data: {val_files: a/b@test}\n" + EASYR1 % "test_freq: 5")
     source = readers.read(path)
     assert translate(source.table, source.keys).fields()["eval.every"] == 5
+
+
+HYDRA = (
+    "data: {train_batch_size: 64}\nalgorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {optim: {lr: '%s'}}}\n"
+)
+MATH = "worker: {actor: {model: {model_path: a/b}, optim: {lr: %s}}, rollout: {n: 8}}\ntrainer: {max_steps: 9}\n"
+DPO_SCRIPT = """
+from dataclasses import dataclass
+from peft import LoraConfig
+from trl import DPOConfig, DPOTrainer, TrlParser
+@dataclass
+class Own:
+    rank: int = 4
+    lora_r: int = 4
+own, args = TrlParser((Own, DPOConfig)).parse_args_and_config()
+DPOTrainer("a/b", None, args, train_dataset="c/d", peft_config=LoraConfig(r=own.lora_r)).train()
+"""
+LAUNCHES = [  # files beside the launch, the launch, fields, and what is unknown
+    # a variable that the script sets wins over the default of a reference
+    ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
+     "export LR=5e-6\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
+     {"optim.learning_rate": 5e-6}, []),
+    ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
+     "export LR=$(cat lr.txt)\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
+     {}, ["optim.learning_rate"]),
+    # a config that the script writes, with and without an unknown value
+    ({}, f"cat > a.yaml <<EOF\n{MATH % '5e-6'}EOF\npython3 -m verl.trainer.main config=a.yaml",
+     {"optim.learning_rate": 5e-6}, []),
+    ({}, f"cat > a.yaml <<EOF\n{MATH % '$(cat lr.txt)'}EOF\npython3 -m verl.trainer.main config=a.yaml",
+     {"group_size": 8}, ["optim.learning_rate"]),
+    # versions of EasyR1 are no months, so they say no release
+    ({}, "# easyr1==0.3.2\npython3 -m verl.trainer.main worker.rollout.n=4 worker.actor.model.model_path=a/b",
+     {"loss.clip_high": 0.3, "entropy": None}, []),
+    # options of a program in an array
+    ({"dpo.py": DPO_SCRIPT}, "A=(\n --output_dir x\n --lora_r 8\n)\ntorchrun --nproc_per_node=2 dpo.py ${A[@]}",
+     {"adapters.rank": 8}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(LAUNCHES)))
+def test_variables_and_files_of_a_launch_reach_its_config(number, tmp_path):
+    files, text, fields, unknown = LAUNCHES[number]
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (path := tmp_path / "run.sh").write_text(text)
+    source = readers.read(path)
+    made = translate(source.table, source.keys, pinned=source.pinned)
+    assert {field: made.fields().get(field) for field in fields} == fields and source.lost == ()
+    assert set(unknown) <= made.unknown().keys() and not (fields.keys() & made.unknown().keys())
+
+
+SAID = [  # a launch, and a word of the comments on its config, which another launch does not have
+    (f"# verl==0.5.0\n{VERL}", f"# verl==0.9.1\n{VERL}", "micro-batch"),
+    (f"{VERL}{ACTOR}.grad_clip=0.5", f"{VERL}{ACTOR}.grad_clip=1.0", "clip_grad"),
+    (
+        f"{SPRING}lr=1e-6 worker.actor.fsdp.torch_dtype=bf16",
+        f"{SPRING}lr=1e-6 worker.actor.fsdp.torch_dtype=fp32",
+        "model.dtype is of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "other", "words"), SAID)
+def test_a_difference_from_one_release_or_value_is_said_for_it_alone(text, other, words, tmp_path):
+    reasons = []
+    for launch in (text, other):
+        (path := tmp_path / "run.sh").write_text(launch)
+        source = readers.read(path)
+        made = translate(source.table, source.keys, pinned=source.pinned)
+        outcomes = [*made.outcomes.values(), *made.defaults.values()]
+        reasons.append(" ".join(one.reason for one in outcomes if one.kind == "changed"))
+    assert (words in reasons[0], words in reasons[1]) == (True, False)
+
+
+def test_a_template_in_a_config_is_complete_and_a_file_is_a_task(tmp_path):
+    for template, is_task in (("./a.jinja", True), ("'{{ content }} Think first.'", False)):
+        (path := tmp_path / "e.yaml").write_text(f"data: {{format_prompt: {template}}}\n" + EASYR1 % "total_epochs: 1")
+        source = readers.read(path)
+        assert ("data.format_prompt" in translate(source.table, source.keys).user_tasks()) == is_task
+
+
+def test_a_field_of_the_same_name_as_a_key_is_the_users_to_set(tmp_path, capsys):
+    (path := tmp_path / "e.yaml").write_text("data: {format_prompt: ./a.jinja}\n" + EASYR1 % "total_epochs: 1")
+    program.run(path, None, 0, 0)
+    assert "yours to set: data.format_prompt" in capsys.readouterr().err

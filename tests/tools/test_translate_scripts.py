@@ -201,6 +201,13 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("args.beta = 0.1", {"kl.coef": 0.1}, []),
     ("if os.environ.get('KL'):\n    args.beta = 0.1", {}, ["kl"]),
     ("x = 0.1\nfor i in range(3):\n    x = 2 * x\nargs.beta = x", {}, ["kl"]),
+    # environment variables: the default of one that nothing sets, and the value of one that the script sets
+    ("args.beta = float(os.environ.get('KL', '0.1'))", {"kl.coef": 0.1}, []),
+    ("args.beta = float(os.getenv('KL', 0.1))", {"kl.coef": 0.1}, []),
+    ("os.environ['KL'] = '0.3'\nargs.beta = float(os.environ.get('KL', 0.1))", {"kl.coef": 0.3}, []),
+    ("os.environ['KL'] = '0.3'\nargs.beta = float(os.environ['KL'])", {"kl.coef": 0.3}, []),
+    ("args.beta = 0.1 * int(os.environ.get('WORLD_SIZE', 1))", {}, ["kl"]),
+    ("args.beta = float(os.environ['KL'])", {}, ["kl"]),
     ("setattr(args, 'beta', 0.1)", {}, ["trainer.args.setattr()"]),
     ("parser = argparse.ArgumentParser()\nparser.add_argument('--beta', type=float, default=0.2)\n"
      "parser.add_argument('--lr', required=True)\n"
@@ -254,6 +261,37 @@ def test_what_a_script_does_to_its_objects_is_read_or_unknown(number, tmp_path):
     assert {name: made.fields().get(name) for name in fields} == fields
     assert sorted(made.unknown()) == unknown and source.lost == ()
     assert program.run(path, None, 0, 0) == int(bool(unknown))
+
+
+def test_a_default_of_an_environment_variable_is_in_a_note(tmp_path):
+    (path := tmp_path / "grpo.py").write_text(f"{BEGIN}args.beta = float(os.environ.get('KL', '0.1')){END}")
+    assert ["KL" in note for note in readers.read(path).notes] == [True]
+    (script := tmp_path / "run.sh").write_text("export KL=0.4\npython grpo.py\n")
+    source = readers.read(script)
+    assert translate(source.table, source.keys).fields()["kl.coef"] == 0.4
+    assert not [note for note in source.notes if "KL" in note]
+
+
+def test_a_comment_on_several_processes_leaves_the_batch_unknown(tmp_path):
+    path = tmp_path / "grpo.py"
+    for comment, is_unknown in (
+        ('"""Run with 8 GPUs."""', True),
+        ("# accelerate launch --num_processes 4 grpo.py", True),
+        ("# measured on 4x A100", True),
+        ("# one 24 GB GPU, a group of 8", False),
+    ):
+        path.write_text(comment + BEGIN + END)
+        source = readers.read(path)
+        assert ("prompts_per_step" in translate(source.table, source.keys).unknown()) == is_unknown, comment
+        assert "prompts_per_step" not in translate(source.table, source.keys, processes=2).unknown()
+
+
+def test_what_a_function_makes_of_parsed_arguments_is_one_unread_value(tmp_path):
+    lines = "@dataclass\nclass Own:\n    size: int = 3\naccuracy_reward = build(Own())"
+    (path := tmp_path / "grpo.py").write_text(BEGIN + lines + END)
+    source = readers.read(path)
+    assert [key for key in source.keys if key.startswith("trainer.reward_funcs")] == ["trainer.reward_funcs"]
+    assert "reward.functions" in translate(source.table, source.keys).unknown()
 
 
 def test_a_script_that_changes_a_class_of_trl_is_told(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import arguments, readers, shell
+from jaxrl_llm.tools.translate import arguments, documents, readers, shell
 from jaxrl_llm.tools.translate.outcome import Unread, translate
 
 # A script, and the words of the command that has a `k=`, without its name.
@@ -161,7 +161,7 @@ def test_a_value_that_the_script_does_not_say_is_unread():
         script = f"if grep -q x y; then DOUBT=1; fi\nrun 'k={{a}}' l={value} m=1"
         run = next(one for one in shell.follow(script).commands if one.words[0] == "run")
         keys, left = arguments.keys_of(run.words[1:])
-        read = {key: arguments.value_of(text, str) for key, text in keys.items()}
+        read = {key: documents.value_of(text, str) for key, text in keys.items()}
         assert left == [] and read["k"] == "{a}" and read["m"] == "1" and isinstance(read["l"], Unread), value
 
 

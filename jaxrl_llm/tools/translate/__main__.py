@@ -94,7 +94,7 @@ def print_tasks(translation: Translation) -> None:
     """Prints what is left to the user."""
     fields, tasks = translation.fields(), translation.user_tasks()
     for reason, names in writer.names_by_reason(tasks).items():
-        is_key = names[0] in translation.outcomes.keys() | translation.table.rules.keys() - fields.keys()
+        is_key = names[0] in (translation.outcomes.keys() | translation.table.rules.keys()) - fields.keys()
         _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {reason}")
 
 

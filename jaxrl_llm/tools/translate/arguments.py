@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Unread
 
 # An argument key=value of Hydra and OmegaConf, and the short options of Hydra.
@@ -89,8 +88,9 @@ def flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def merge_rounds(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the keys of a command that a loop or a function runs several times. A key with two values is `Unread`."""
     merged_keys: dict[str, Any] = {}
-    # The values are compared by `repr`, because lists and mappings have no hash.
-    for key in dict.fromkeys(key for keys in runs for key in keys):
+    all_keys = dict.fromkeys(key for keys in runs for key in keys)
+    for key in all_keys:
+        # The values are compared by `repr`, because lists and mappings have no hash.
         values = list({repr(keys.get(key)): keys.get(key) for keys in runs}.values())
         several = f"the script runs this command {len(runs)} times, with {', '.join(map(str, values))}"
         merged_keys[key] = values[0] if len(values) == 1 else Unread(several)
@@ -114,17 +114,6 @@ def calculated(
         raise ValueError(f"{text} is no expression of numbers")
 
     return value(ast.parse(text.strip(), mode="eval").body)
-
-
-def value_of(text: Any, parse: Callable[[str], Any] = parse_scalar) -> Any:
-    """Returns the parsed text of a value; `Unread` if a variable of the shell is left in the text."""
-    if isinstance(text, list):
-        return [value_of(element, parse) for element in text]
-    if isinstance(text, Unread):
-        return text
-    # ${a.b} is no variable of the shell: in Hydra it names another key, which `documents.resolved` looks up later.
-    variable = re.search(r"\$(\{\w+[^\w.]|\{[!#@]|\w+|\(|\[)", text)
-    return Unread(f"{text!r}, which the script does not say") if variable else parse(text)
 
 
 def without_places(value: Any) -> Any:

@@ -33,26 +33,37 @@ FILES = (".parquet", ".json", ".jsonl", ".csv")
 def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the reward fields for functions of TRL, and {field: task} of fields that the user must complete.
 
-    names: names of the functions; a name with dots, such as mymod.rewards.good, stays as it is.
+    names: names of the functions. The name accuracy_reward of TRL becomes a function of jaxrl_llm. The name good of a
+        function in the script becomes my_rewards.good. A name with a module, such as mymod.good, stays as it is.
+    weights: weight of each function; None if all have the weight 1.
     """
-    registered = {name: name.rpartition(".")[2] for name in names if is_registered(name)}
-    known_names = {name: REWARDS[short][0] for name, short in registered.items() if short in REWARDS}
-    names = [name.removeprefix("__main__.") for name in names]
-    heads = {name: name.partition("(")[0] for name in names}  # without arguments
-    own_names = {name: name if "." in head else f"my_rewards.{name}" for name, head in heads.items()}
-    functions = tuple((own_names | known_names)[name] for name in names)
-    fields = reward_fields(functions, weights)
-    if columns := {REWARDS[registered[name]][1] for name in known_names} - {""}:
-        fields["data.answer_column"] = columns.pop()
-    unknown = [name for name in names if name not in known_names]
-    if not unknown:
+    functions: list[str] = []  # functions of the jaxrl_llm config
+    known: list[str] = []  # those that jaxrl_llm has itself
+    own_names: list[str] = []  # names of the others, without arguments
+    columns: list[str] = []  # columns of the answer that the known functions read
+    for name in names:
+        short_name = name.rpartition(".")[2]
+        if is_registered(name) and short_name in REWARDS:
+            function, column = REWARDS[short_name]
+            known.append(function)
+            columns += [column] if column else []
+        else:
+            # A function of the script itself, such as __main__.good, moves to the module my_rewards.
+            function = name.removeprefix("__main__.")
+            own_names.append(function.partition("(")[0])
+            function = function if "." in own_names[-1] else f"my_rewards.{function}"
+        functions.append(function)
+    fields = reward_fields(tuple(functions), weights)
+    if columns:
+        fields["data.answer_column"] = columns[0]
+    if not own_names:
         return fields, {}
-    alone = [heads[name] for name in unknown if "." not in heads[name]]
-    modules = dict.fromkeys(heads[name].rpartition(".")[0] for name in unknown if "." in heads[name])
+    alone = [name for name in own_names if "." not in name]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in own_names if "." in name)
     tasks = [f"move {', '.join(alone)} to a module my_rewards.py beside this file"] if alone else []
     tasks += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
     reason = f"{'; '.join(tasks)}; jaxrl_llm accepts the signature of TRL"
-    is_own = fields["eval.function"] not in known_names.values()
+    is_own = fields["eval.function"] not in known
     return fields, dict.fromkeys(["reward.functions", *["eval.function"] * is_own], reason)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -41,9 +41,11 @@ PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 class DocumentKeys:
     """The keys of a config file, or of a training command, with their values.
 
-    lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    to which other keys refer; program: kind of TRL's trainer that the program or its name says, "" if none;
-    program_text: text of the program if it is read.
+    lost: lines that belong to no key.
+    notes: sentences about values that the file does not say itself.
+    referred: keys to which other keys refer, such as `lr` if the file has the value ${lr} too.
+    program: kind of TRL's trainer that the program or its name says, such as "dpo" of dpo.py; "" if none.
+    program_text: text of the program; "" if it is not read.
     """
 
     values: dict[str, Any]
@@ -119,7 +121,8 @@ def compose_defaults(path: Path, document: dict[Any, Any], roots: Sequence[Path]
 def _included_files(entry: Any) -> list[tuple[str, str, bool]]:
     """Returns (file, section of its keys or "", whether it may be absent) for each file of an entry of `defaults`.
 
-    entry: "group/file@section", or {"group@section": file}; a file `null` is none.
+    Examples of an entry: "ppo_trainer"; "optim/fast@critic.optim", whose keys are those of the section critic.optim;
+    {"optim@critic.optim": "fast"}, which means the same; {"optional data": None}, which names no file.
     """
     group, choice = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
     words = str(group).split() or [""]
@@ -129,7 +132,10 @@ def _included_files(entry: Any) -> list[tuple[str, str, bool]]:
 
 
 def _key_prefix(section: str, name: str) -> str:
-    """Returns the prefix of the keys of a file, from its section or else from its folder."""
+    """Returns the prefix of the keys of a file: "optim." for a file of the folder optim/ without another section.
+
+    section: section that the entry or the file names, which wins over the folder; "" if none is named.
+    """
     folder = name.strip("/").rpartition("/")[0].replace("/", ".")
     section = {"_global_": "", "_here_": "", "_group_": folder, "": folder}.get(section, section)
     return section.removeprefix("_global_.") + "." * bool(section)
@@ -159,6 +165,9 @@ def with_files(path: Path, keys: dict[str, Any], script_files: Mapping[str, str]
     # No file has the text of an unread value as its name.
     if file := next(filter(None, (find_file(path, str(name), script_files) for name in names)), None):
         base = read_document(*file)
+        if file[1] in script_files.values():
+            # A heredoc such as `lr: $(cat lr.txt)` has values that the script does not say.
+            base.values = {key: value_of(value, str) for key, value in base.values.items()}
         other_keys = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
         return DocumentKeys(base.values | other_keys, base.lost)
     return DocumentKeys(keys)
@@ -190,14 +199,20 @@ def flatten_sections(document: dict[Any, Any], prefix: str = "") -> dict[str, An
     return flattened
 
 
-def with_references(keys: DocumentKeys) -> DocumentKeys:
-    """Returns the keys with the values of their references. A reference to an unknown key makes a value `Unread`."""
+def with_references(keys: DocumentKeys, environment: Mapping[str, Any] | None = None) -> DocumentKeys:
+    """Returns the keys with the values of their references. A reference to an unknown key makes a value `Unread`.
+
+    environment: {environment variable that the command sets: value}, for references such as ${oc.env:LR,1e-6}.
+    """
+    environment = environment or {}
     referred, notes = set[str](), dict.fromkeys(keys.notes)
 
     def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
         """Returns what a reference such as ${a.b} stands for, in the value of `key`."""
         kind, name, default = match.groups()
         name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
+        if kind == "oc.env:" and name in environment:
+            return value_of(environment[name])
         if kind == "oc.env:" and default is not None:
             # The environment of the run may set the variable, so the default may not be its value.
             notes[f"{key}: {match[0]} is taken to be its default, {default.strip()}"] = None
@@ -236,3 +251,14 @@ def parse_scalar(text: str) -> Any:
         return yaml.load(text, Loader) if text else ""
     except yaml.YAMLError:
         return text
+
+
+def value_of(text: Any, parse: Callable[[str], Any] = parse_scalar) -> Any:
+    """Returns the parsed text of a value; `Unread` if a variable of the shell is left in the text."""
+    if isinstance(text, list):
+        return [value_of(element, parse) for element in text]
+    if isinstance(text, Unread) or not isinstance(text, str):
+        return text
+    # ${a.b} is no variable of the shell: in Hydra it names another key, which `with_references` looks up later.
+    variable = re.search(r"\$(\{\w+[^\w.]|\{[!#@]|\w+|\(|\[)", text)
+    return Unread(f"{text!r}, which the script does not say") if variable else parse(text)

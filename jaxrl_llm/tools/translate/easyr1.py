@@ -20,7 +20,6 @@ FAMILY = family.Family(
     # EasyR1 has one coefficient and one estimator, and use_kl_loss says whether they are in the loss or in the reward.
     in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"]),
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"],
-    total_steps="trainer.max_steps",
 )
 tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora.rank"]))
 
@@ -75,6 +74,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
 
 def around(value: Any, keys: Keys) -> Outcome:
     """Translates EasyR1's `format_prompt`, the template around a question, to `data.format_prompt`."""
+    if "{{" in str(value):
+        return Outcome("mapped", {"data.format_prompt": str(value)}, "the template itself, and not its file")
     task = f"a copy of {value}, or the template itself"
     return Outcome("mapped", {"data.format_prompt": str(value)}, tasks={"data.format_prompt": task})
 

@@ -31,16 +31,17 @@ CLIP_SIDES = ("clip_low", "clip_high")
 class Family:
     """veRL, EasyR1 or Search-R1: the rows of its table, and the rules of its keys on which other keys depend.
 
-    rows: {key: row} of the table; losses: {loss of the trainer: loss of jaxrl_llm}; in_loss, in_reward: whether the KL
-    penalty is in the loss, or in the reward; total_steps: key of the number of steps of a run; counts_sequences:
-    whether the mini-batch counts sequences, and not prompts.
+    rows: {key: row} of the table.
+    losses: {loss of the trainer: loss of jaxrl_llm}.
+    in_loss: whether the KL penalty is in the loss.
+    in_reward: whether the KL penalty is in the reward.
+    counts_sequences: whether the mini-batch counts sequences, and not prompts.
     """
 
     rows: Mapping[str, Row]
     losses: Mapping[str, str]
     in_loss: Callable[[Keys], bool]
     in_reward: Callable[[Keys], bool]
-    total_steps: str
     counts_sequences: bool = False
 
     @cached_property
@@ -109,8 +110,6 @@ class Family:
 
     def epochs(self, value: Any, keys: Keys) -> Outcome:
         """Translates `total_epochs` to `num_steps`, which the number of steps of the run overrides if it is set."""
-        if keys[self.total_steps]:
-            return Outcome("no effect", reason=f"{self.total_steps} is set")
         # veRL's loader drops the last, smaller batch of each epoch.
         num_steps = int(value) * (keys.rows // self.prompts(keys)) - int(keys["(uncounted)"])
         if num_steps <= 0:
@@ -140,14 +139,11 @@ class Family:
             return unsupported(row.field, f"it is one of constant, cosine and linear, not {name}")
         if keys["(schedules)"] == "all" or name == "constant":
             return Outcome("mapped", {row.field: name})
-        return Outcome(
-            "changed", {row.field: "constant"}, f"veRL until 0.3 and Search-R1 never build a {name} schedule"
-        )
+        reason = f"the file's release builds a constant schedule, whatever the key says: {name}"
+        return Outcome("changed", {row.field: "constant"}, reason)
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_warmup_steps`, in rollouts in veRL, to `optim.warmup_steps`, in optimizer steps."""
-        if int(value) <= 0:
-            return Outcome("no effect", reason="not set")
         # veRL's scheduler steps once after all updates on a rollout.
         updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.keys_of["epochs"]])
         fields = {f"{row.field_section}.warmup_steps": int(value) * updates, f"{row.field_section}.warmup_ratio": 0.0}
@@ -273,9 +269,12 @@ class Family:
         # If no length is set, veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
-        is_sum = mode == "constant"
-        fields = {"aggregate.mode": mode, "aggregate.constant_length": length * is_sum}
-        return Outcome("changed" if is_sum else "mapped", fields, SENTENCES["SUM_OF_MICRO_BATCH"] * is_sum)
+        fields = {"aggregate.mode": mode, "aggregate.constant_length": length if mode == "constant" else 0}
+        if mode == "constant":
+            return Outcome("changed", fields, SENTENCES["SUM_OF_MICRO_BATCH"])
+        if mode == "token_mean" and keys.defaults.get("(token_mean)") == "micro-batch":
+            return Outcome("changed", fields, SENTENCES["MICRO_BATCH_TOKENS"])
+        return Outcome("mapped", fields)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates a key of the critic's updates: in jaxrl_llm the critic has the batches of the policy."""
@@ -328,21 +327,6 @@ def column(row: Row, value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason="the column has this name in jaxrl_llm too")
     # A convert function would make the column itself, so that the field would have no effect.
     return Outcome("mapped", {row.field: value, "data.convert": ""})
-
-
-def saves(value: Any, keys: Keys) -> Outcome:
-    """Translates `save_freq`, the steps between checkpoints, to `checkpoint.every`."""
-    if value and value > 0:
-        return Outcome("mapped", {"checkpoint.every": int(value)})
-    return Outcome("changed", {"checkpoint.every": 25}, f"{value} never saves; a jaxrl_llm run always can resume")
-
-
-def keeps(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates the number of checkpoints to keep to `checkpoint.keep`. Without a number all are kept."""
-    if value and value > 0:
-        return Outcome("mapped", {row.field: int(value)})
-    # The default of jaxrl_llm's configs for rollouts.
-    return Outcome("changed", {row.field: 2}, row.why)
 
 
 def evaluates(value: Any, keys: Keys) -> Outcome:

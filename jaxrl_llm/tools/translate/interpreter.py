@@ -1,8 +1,13 @@
 """Interprets the syntax tree of a Python training script, and keeps the values of its names. The script is never run.
 
 `jaxrl translate` reads the settings of TRL scripts in this way: code of strangers must not run, and it would need TRL
-and a GPU. A value is a literal, a list or dict of values, a `ScriptObject`, or else `Unread`. A `ScriptObject` is an
-object that may reach a trainer. It records each unknown call and assignment that may change it, so that none is lost.
+and a GPU. The value of a name is a literal, a list or dict of values, a `ScriptObject`, or else `Unread`.
+
+- After `rate = 2 * 1e-6`, the value of `rate` is the literal 2e-6.
+- After `rate = float(sys.argv[1])`, the value of `rate` is `Unread`.
+- After `args = GRPOConfig(beta=0.1)`, the value of `args` is a `ScriptObject` with the key `beta`.
+- After `patch(args)`, this object has the step `patch()`, because an unknown function may change its argument.
+
 The base class `Interpreter` follows statements; script_calls.py says what calls of TRL and its companions mean.
 """
 
@@ -13,6 +18,7 @@ import builtins
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +39,16 @@ COMPUTED: dict[type, Callable[..., Any]] = {
 class ScriptObject:
     """An object of a training script, such as its config, trainer, model or data set.
 
-    kind: "config", "trainer", "model", "rows", "tokenizer", "adapter", "object" of a class of the script, "class",
-    "function", "parser", "name" of an import, or "part" of another item, which changes with its part.
-    value: source of the object, such as the path of a model; for a part its item. keys: {argument: value}; for a name
-    whether Unsloth was imported before it.
-    steps: {unknown call that may change the object: its line}. node: definition or call of the object; for a name
-    whether its package is unknown.
+    kind: "config", "trainer", "model", "rows", "tokenizer" or "adapter" of a training; "class", "function" or "parser";
+        "object" of a class of the script; "name" of an import; or "part" of another object, such as `model.lm_head`.
+    value: what the object is made of. For a model it is the path, for rows the data set, for a name what is imported,
+        such as "trl.GRPOConfig", and for a part the whole object, which changes with its part.
+    keys: {argument or attribute: value}.
+    steps: {unknown call that may change the object: its line}.
+    node: definition of a class or function, or call that makes the object.
+    is_foreign: whether a name is of a package that script_calls.py does not know.
+    unsloth: for a name, whether Unsloth was imported before it and has replaced it; `Unread` if a condition decides;
+        None if Unsloth may replace it later, as in `trl.GRPOConfig`.
     """
 
     kind: str
@@ -46,6 +56,8 @@ class ScriptObject:
     keys: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, str] = field(default_factory=dict)
     node: Any = None
+    is_foreign: bool = False
+    unsloth: Any = None
 
 
 def snippet(node: ast.AST) -> str:
@@ -81,7 +93,7 @@ class Interpreter(ABC):
         self.star = ScriptObject("name", "")  # module of `from module import *`
         self.global_names: set[str] = set()  # names that a function of the script declares global
         self.environment: dict[str, Any] = {}  # environment variables that the script sets
-        self.unsloth: Any = None  # whether Unsloth has replaced the classes of TRL; `Unread` if a condition decides
+        self.unsloth: Any = False  # whether Unsloth has replaced the classes of TRL; `Unread` if a condition decides
         self.lost: list[str] = []  # lines that change a class or module of another package
         self.doubt = ""  # unknown condition of the block that is followed; "" if the block runs in any case
         self.returned: list[Any] = []
@@ -165,14 +177,15 @@ class Interpreter(ABC):
             if package == "unsloth":
                 self.unsloth = Unread(self.doubt) if self.doubt else True
             foreign = is_local or package not in (*WORDS["known_packages"], *WORDS["quiet_packages"])
-            if alias.name == "*" and not self.star.node:
-                self.star = ScriptObject("name", f"{module}.", node=foreign)
+            if alias.name == "*" and not self.star.is_foreign:
+                self.star = ScriptObject("name", f"{module}.", is_foreign=foreign)
             # `import a.b` binds the name a.
             binds_package = isinstance(line, ast.Import) and not alias.asname
             name = package if binds_package else alias.asname or alias.name
-            # A name that was imported before Unsloth keeps TRL's own class.
-            keys = {} if binds_package else {"unsloth": self.unsloth}
-            self.names[name] = ScriptObject("name", package if binds_package else full, keys, node=foreign)
+            # `from trl import GRPOConfig` before `import unsloth` binds TRL's own class, which stays as it is.
+            self.names[name] = ScriptObject("name", full, is_foreign=foreign, unsloth=self.unsloth)
+            if binds_package:
+                self.names[name] = ScriptObject("name", package, is_foreign=foreign)
 
     def bind(self, target: ast.expr, value: Any) -> None:
         """Binds a target of an assignment, such as a name, an attribute or a tuple, to a value."""
@@ -231,7 +244,7 @@ class Interpreter(ABC):
                 return value
             case ast.Name(id=name):
                 star = ScriptObject("name", "") if hasattr(builtins, name) else self.star
-                return self.names.get(name, ScriptObject("name", f"{star.value}{name}", node=star.node))
+                return self.names.get(name, ScriptObject("name", f"{star.value}{name}", is_foreign=star.is_foreign))
             case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
                 return self.elements(elements)
             case ast.Dict(keys=keys, values=parts):
@@ -295,7 +308,7 @@ class Interpreter(ABC):
     def attribute(self, owner: Any, node: ast.Attribute) -> Any:
         """Returns the value of `owner.name`."""
         if isinstance(owner, ScriptObject) and owner.kind == "name":
-            return ScriptObject("name", f"{owner.value}.{node.attr}", node=owner.node)
+            return ScriptObject("name", f"{owner.value}.{node.attr}", is_foreign=owner.is_foreign)
         if isinstance(owner, ScriptObject) and node.attr in owner.keys:
             return owner.keys[node.attr]
         return self.part(owner, node)
@@ -309,10 +322,8 @@ class Interpreter(ABC):
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
         """Returns the value of `owner[index]`; `Unread` if the owner or the index is unknown."""
         if isinstance(owner, list | dict) and is_literal(index):
-            try:
+            with suppress(KeyError, IndexError, TypeError):
                 return owner[index]
-            except (KeyError, IndexError, TypeError):
-                pass
         return owner if isinstance(owner, ScriptObject) and owner.kind == "part" else Unread(snippet(node))
 
     def computed(self, node: ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp) -> Any:
@@ -320,13 +331,11 @@ class Interpreter(ABC):
         values = [self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
         if not is_literal(values):
             return Unread(snippet(node))
-        try:
+        with suppress(KeyError, TypeError, ValueError, ArithmeticError):
             match node:
                 case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.Compare(ops=[op]):
                     return COMPUTED[type(op)](*values)
                 case ast.BoolOp(op=op):
                     is_or = isinstance(op, ast.Or)
                     return next((value for value in values if bool(value) == is_or), values[-1])
-        except (KeyError, TypeError, ValueError, ArithmeticError):
-            pass
         return Unread(snippet(node))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate import arguments
-from jaxrl_llm.tools.translate.documents import find_file, read_document
+from jaxrl_llm.tools.translate.documents import find_file, read_document, value_of
 from jaxrl_llm.tools.translate.outcome import Keys
 from jaxrl_llm.tools.translate.table import WORDS
 
@@ -40,7 +40,7 @@ def flags(path: Path, words: Sequence[str], files: Mapping[str, str]) -> dict[st
     options, _ = arguments.flags(words[:-1])
     # A flag has the one word after it as its value.
     first_words = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
-    keys = {key: arguments.value_of(word, parse_number) for key, word in first_words.items()}
+    keys = {key: value_of(word, parse_number) for key, word in first_words.items()}
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
         file = find_file(path, name, files)
         keys["config_file"] = name if file else None

@@ -1,9 +1,12 @@
 """Translates the keys of another trainer's config into fields of a jaxrl_llm config.
 
 The `TrainerTable` of a trainer, such as TRL's GRPO, has one rule for each key. A rule gets the value of its key and all
-`Keys` of the file, and returns an `Outcome`: the fields that the key becomes, or why it becomes none. The origin of a
-field is a key of the file, a default of the trainer, or unknown. If a rule asks `Keys` for a value that the file has in
-an unreadable form, `Keys` records the request, and all fields of the outcome become unknown without help of the rule.
+`Keys` of the file. It returns an `Outcome`: the fields that the key becomes, or the reason why it becomes none. For
+example, the rule of TRL's `beta` makes `kl.coef = 0.04` of `beta: 0.04`, and `kl = None` of `beta: 0`.
+
+The value of a field comes from a key of the file, or from a default of the trainer, or is unknown. A value of the file
+is `Unread` if only running the script would tell it, such as `beta=args.beta`. All fields of such a key are unknown.
+So are all fields of a rule that asks `Keys` for such a value: `Keys` records each request, and no rule has to check.
 """
 
 from __future__ import annotations
@@ -23,18 +26,20 @@ Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
 T = TypeVar("T")  # value that `Keys.with_unread_keys` computes
 # All kinds of outcomes, in the order in which they are printed.
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
-# Fields that change no number of a run, so that the run is the same without their values.
-QUIET_FIELDS = {"microbatch", "model.remat", "log.name"}
+# Fields about memory and speed. They change no number of a run, so the run is the same if their values are unknown.
+QUIET_FIELDS = {"microbatch", "model.remat"}
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a key of another trainer becomes in jaxrl_llm.
 
-    fields: {field of the jaxrl_llm config: value}. reason: for "changed", what differs; for "unsupported" and "no
-    effect", why. tasks: {field: task} of fields whose value is known, but needs work of the user first, such as a
-    function that must be moved: `train` refuses the config until then. unknown: {field: reason} of fields whose value
-    the file does not say, so that the config holds a placeholder, with which it would train as another run.
+    fields: {field of the jaxrl_llm config: value}.
+    reason: difference between the trainers if the kind is "changed"; else why the key becomes no field.
+    tasks: {field: task}. The value of such a field is known, but the user has work to do first, such as moving a
+        function to another file. `train` refuses the config until then.
+    unknown: {field: reason}. The file does not say the value of such a field, so the config holds a placeholder. With
+        the placeholder, the config would train as another run.
     """
 
     kind: Kind
@@ -57,7 +62,8 @@ class Unread(str):
 class Keys:
     """Values of all keys of the other trainer: values in the user's file, and the trainer's defaults for other keys.
 
-    It records each key that a rule asks for, even if the file has the key in a form that cannot be read.
+    `keys["beta"]` is the value in the file, or else the default. `keys.get("beta")` and `"beta" in keys` are about the
+    file alone. All of them treat an `Unread` value as absent, and record that a rule has asked for the key.
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
@@ -95,7 +101,7 @@ Rule: TypeAlias = Callable[[Any, Keys], Outcome]
 class Version:
     """Another edition of a trainer, such as Unsloth's, whose defaults apply to a file with a key of `only_keys`."""
 
-    name: str
+    name: str  # words of a note, such as "with Unsloth"; "" if no note is needed
     only_keys: tuple[str, ...]  # names or patterns of keys
     defaults: dict[str, Any]  # defaults that differ from the table; `Unread` if the key does not say which one applies
 
@@ -163,9 +169,7 @@ class Translation:
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
     notes: tuple[str, ...] = ()  # sentences about the version that the file is for
-    differing: Mapping[str, str] = field(
-        default_factory=dict
-    )  # {field: its values in releases that the file may be for}
+    differing: Mapping[str, str] = field(default_factory=dict)  # {field: its values in the possible releases}
 
     def fields(self) -> dict[str, Any]:
         """Returns the jaxrl_llm fields that the translation sets. A key of the file wins over a default.
@@ -185,23 +189,26 @@ class Translation:
         return tasks | self._unfinished("unknown")
 
     def unknown(self) -> dict[str, str]:
-        """Returns {name: reason} of fields that hold placeholders, and of unknown keys that may change the run."""
+        """Returns {name: reason} of fields that hold placeholders, and of unknown keys that may change the run.
+
+        A translation is complete if the result is empty. Tasks do not count, because their fields have values.
+        """
         return {name: reason for name, reason in self._unfinished("unknown").items() if name not in QUIET_FIELDS}
 
     def _unfinished(self, attribute: Literal["tasks", "unknown"]) -> dict[str, str]:
         """Joins the tasks, or the unknown fields, of all outcomes into one {field: reason}.
 
-        Fields are left out that a key of the file completes, or whose config section is None.
+        A key of the file may set a field that the outcome of a default left to the user: this field is left out. So
+        are fields of a section that is None.
         """
-        unfinished: dict[str, str] = {}
-        for outcomes in (self.defaults, self.outcomes):
-            # A field that a key of the file sets is complete, even if the outcome of a default left it to the user.
-            complete = {name for x in outcomes.values() for name in x.fields.keys() - x.tasks.keys() - x.unknown.keys()}
-            unfinished = {name: reason for name, reason in unfinished.items() if name not in complete}
-            for outcome in outcomes.values():
-                unfinished |= getattr(outcome, attribute)
-        unfinished = {**self.differing, **unfinished} if attribute == "unknown" else unfinished
-        # A section that is None has no fields to complete.
+        unfinished: dict[str, str] = dict(self.differing) if attribute == "unknown" else {}
+        complete: set[str] = set()  # fields that a key of the file sets
+        for outcome in self.outcomes.values():
+            complete |= outcome.fields.keys() - outcome.tasks.keys() - outcome.unknown.keys()
+        for outcome in self.defaults.values():
+            unfinished |= {name: x for name, x in getattr(outcome, attribute).items() if name not in complete}
+        for outcome in self.outcomes.values():
+            unfinished |= getattr(outcome, attribute)
         sections = tuple(f"{name}." for name, x in self.fields().items() if x is None and name not in unfinished)
         return {name: reason for name, reason in unfinished.items() if not name.startswith(sections)}
 
@@ -262,41 +269,57 @@ def translate(
 def with_defaults_of(
     at: Release, table: TrainerTable, values: Mapping[str, Any], current: dict[str, Any]
 ) -> tuple[TrainerTable, dict[str, Any], list[str]]:
-    """Returns the table with the defaults of a release and of patches such as Unsloth's, the values, and notes.
+    """Returns the table with the defaults that a file has, the values of the file, and notes on these defaults.
 
-    values: {key of the file: value}; current: {newest name of a key: value}. A default that is not known is `Unread`.
+    at: release of the trainer; values: {key of the file: value}; current: {newest name of a key: value}.
+    A patch of the table, such as Unsloth's, applies if the file has one of its keys. A default that is not known
+    becomes an `Unread` value, as if the file had the key in a form that cannot be read.
     """
     notes: list[str] = []
-    versions = [(Version(release_name(at), (), table.releases.defaults_at(at)), "", True)] * (at != LATEST)
-    patch_keys = ((patch, first_key(patch.only_keys, values)) for patch in table.patches)
-    for version, key, value in versions + [(patch, key, values[key]) for patch, key in patch_keys if key]:
-        own = {name: x for name, x in version.defaults.items() if name not in current and x != table.defaults.get(name)}
-        known = {name: x for name, x in version.defaults.items() if not isinstance(x, Unread)}
+    # Editions of the trainer, each with the key that shows it. The release of a file has no such key.
+    editions = [(patch, key) for patch in table.patches if (key := first_key(patch.only_keys, values))]
+    if at != LATEST:
+        editions.insert(0, (Version(release_name(at), (), table.releases.defaults_at(at)), ""))
+    for edition, key in editions:
+        # Defaults count for keys that the file does not set.
+        own = {name: x for name, x in edition.defaults.items() if name not in current and x != table.defaults.get(name)}
+        known = {name: x for name, x in edition.defaults.items() if not isinstance(x, Unread)}
         listed = ", ".join(f"{name} = {known[name]}" for name in own if name in known) or "none that matters"
-        if known and isinstance(value, Unread):
-            notes.append(f"{key} shows {version.name}, if {value}. It is not known which defaults apply: {listed}")
-            own = {name: Unread(f"{x} {version.name}, else {table.defaults.get(name)}") for name, x in own.items()}
-        elif version.name:
+        if known and isinstance(values.get(key), Unread):
+            # The script has the key under a condition, as in `if args.fast: import unsloth`.
+            sign = f"{key} shows {edition.name}, if {values[key]}"
+            notes.append(f"{sign}. It is not known which defaults apply: {listed}")
+            own = {name: Unread(f"{x} {edition.name}, else {table.defaults.get(name)}") for name, x in own.items()}
+        elif edition.name:
             defaults = {name: x for name, x in (table.defaults | known).items() if x != MISSING}
-            name = f"{table.version} {version.name}" if key else version.name
-            table = replace(table, version=name, defaults=defaults)
-            notes.append(f"the defaults {version.name if key else f'of {name}'} apply: {listed}")
+            version = f"{table.version} {edition.name}" if key else edition.name
+            table = replace(table, version=version, defaults=defaults)
+            notes.append(f"the defaults {edition.name if key else f'of {edition.name}'} apply: {listed}")
         current = current | {name: x for name, x in own.items() if isinstance(x, Unread)}
     return table, current, notes
 
 
 def differing_fields(translations: Mapping[Release, Translation]) -> dict[str, str]:
-    """Returns {field: its values} of the fields that the possible releases of a file give different values."""
-    every = [one.fields() for one in translations.values()]
-    off = {name for fields in every for name, x in fields.items() if x is None}
-    names = dict.fromkeys(name for fields in every for name in fields if name.rpartition(".")[0] not in off)
+    """Returns {field: its values} of the fields to which the possible releases of a file give different values.
+
+    translations: {release: translation of the file with its defaults}, the oldest release first. A field that is 0.04
+    until release 0.18 and 0.0 in later releases becomes "0.04 until 0.18, then 0.0".
+    """
+    fields_by_release = {at: translation.fields() for at, translation in translations.items()}
+    # Fields of a section count only if each release has the section.
+    off = {name for fields in fields_by_release.values() for name, value in fields.items() if value is None}
     differing: dict[str, str] = {}
-    for name in names:
-        # A section that is not None has no value of its own.
-        texts = [repr(fields[name]) if name in fields else "a section" for fields in every]
-        ends = [i for i, text in enumerate(texts) if [*texts, ""][i + 1] != text]
-        spans = [f"{texts[i]} until {release_name([*translations][i])}" for i in ends[:-1]]
-        differing |= {name: f"{', '.join(spans)}, then {texts[-1]}"} if spans else {}
+    for name in dict.fromkeys(name for fields in fields_by_release.values() for name in fields):
+        if name.rpartition(".")[0] in off:
+            continue
+        spans: list[tuple[str, Release]] = []  # values of the field, each with the last release that has it
+        for at, fields in fields_by_release.items():
+            # A section that is not None has no value of its own.
+            text = repr(fields[name]) if name in fields else "a section"
+            spans[-1:] = [(text, at)] if spans and spans[-1][0] == text else [*spans[-1:], (text, at)]
+        if len(spans) > 1:
+            older = [f"{text} until {release_name(last)}" for text, last in spans[:-1]]
+            differing[name] = f"{', '.join(older)}, then {spans[-1][0]}"
     return differing
 
 

@@ -39,8 +39,8 @@ PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 TRL_FLAGS = trl.flags()
 # Python code that makes a config of TRL, as in `python -c "$CODE"`.
 MAKES_CONFIG = re.compile(rf"\b({'|'.join(script_calls.CONFIGS)})\(")
-# Beginning of the key of a flag, such as --config-name or accelerate.num_processes.
-LAUNCHER_KEY = re.compile(rf"--|({'|'.join(launchers.LAUNCHERS)})\.")
+# Beginning of the key of a flag, such as --config-name, accelerate.num_processes or program.lora_r.
+FLAG_KEY = re.compile(rf"--|(program|{'|'.join(launchers.LAUNCHERS)})\.")
 # Modules that start a training script, which is a later word of the command.
 LAUNCHER_MODULES = ("torch.distributed", *launchers.LAUNCHERS)
 
@@ -49,8 +49,10 @@ LAUNCHER_MODULES = ("torch.distributed", *launchers.LAUNCHERS)
 class ForeignConfig:
     """The keys of a config or script, and the table of the trainer that they are for.
 
-    lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    to which other keys refer; pinned: version of the trainer that the text names, "" if it names none.
+    lost: lines that belong to no key.
+    notes: sentences about values that the file does not say itself.
+    referred: keys to which other keys refer.
+    pinned: version of the trainer that the text names, such as "0.16.1" of `pip install trl==0.16.1`; "" if none.
     """
 
     table: TrainerTable
@@ -78,10 +80,10 @@ def _read(path: Path, text: str) -> ForeignConfig:
     is_document = path.suffix in (".json", ".yaml", ".yml")
     if path.suffix == ".py":
         keys = read_script(path, text)
+    elif is_document:
+        keys = documents.with_references(documents.read_document(path, text))
     else:
-        keys = (
-            documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
-        )
+        keys = _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must not have other characters, such as line breaks.
     if wrong := next((key for key in values if not KEY.fullmatch(key)), ""):
@@ -106,7 +108,7 @@ def pinned_version(table: TrainerTable, text: str) -> str:
     match = re.search(
         rf"\b{table.releases.package}(?:\[[\w,]+\])?(?:==|~=| v?|@v|-)(\d+\.\d+(?:\.\d+)?)\b", text, re.IGNORECASE
     )
-    return match[1] if match and table.releases.history else ""
+    return match[1] if match and table.releases.history and table.releases.is_numbered else ""
 
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> TrainerTable:
@@ -153,7 +155,7 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
     rounds = next(iter(runs.values()), [])
-    lost = unreached(script, {LAUNCHER_KEY.sub("", key) for keys in rounds for key in keys.values})
+    lost = unreached(script, {FLAG_KEY.sub("", key) for keys in rounds for key in keys.values})
     code = (text for command in script.commands for text in (*command.words, *script.files.values()))
     if not rounds and (program := next(filter(MAKES_CONFIG.search, code), "")):
         keys = read_script(Path(f"the Python code in {path}"), program)
@@ -173,14 +175,17 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
 def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     """Returns the lines of a shell script with words that look like keys, but belong to no command that is followed.
 
-    keys: keys of the training command. A command whose first word is such a key is a part of the training command that
-    a comment has cut off.
+    keys: keys of the training command, which are no loss if another line has them too.
     """
+    # A command whose first word looks like a key is the end of the training command, which a comment has cut off.
     whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
     reached = script.patterns.union(*(command.positions for command in whole_commands))
     words_by_line: list[tuple[int, list[str]]] = []
-    for word in [word for word in script.lexer.words if word.position not in reached]:
+    for word in script.lexer.words:
+        if word.position in reached:
+            continue
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
+        # Of A="data.seed=1" only the value looks like a key.
         match = ASSIGNMENT.match(word_text)
         like_keys = _like_keys(word_text[match.end() if match else 0 :])
         unused_words = [text for text in like_keys if _name(text) not in keys]
@@ -220,16 +225,17 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     program_file = f"{words[start + 1].replace('.', '/')}.py" if words[start] == "-m" else words[start]
     known_note = next((note for pattern, note in KNOWN_PROGRAMS.items() if re.search(pattern, program_file)), None)
     hydra, unkeyed = arguments.keys_of(inside)
-    if any(key.split(".")[0] in documents.SECTIONS for key in hydra) or "--config-name" in hydra:
-        keys = documents.with_files(path, {key: arguments.value_of(value) for key, value in hydra.items()}, files)
+    environment = {name: documents.value_of(" ".join(x), str) for name, x in command.variables.items()}
+    if any(key.split(".")[0] in (*documents.SECTIONS, "config", "--config-name") for key in hydra):
+        keys = documents.with_files(path, {key: documents.value_of(value) for key, value in hydra.items()}, files)
         keys.lost += _unkeyed(unkeyed) + [f"{program_file}: {SENTENCES['OTHER_MAIN']}"] * (known_note is None)
-        return documents.with_references(keys)
+        return documents.with_references(keys, environment)
     options, unkeyed = arguments.flags(inside)
     values: dict[str, Any] = {}
     for key, value in options.items():
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
-        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(value)
+        values[key.removeprefix("no_") if is_denied else key] = not is_denied and documents.value_of(value)
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
@@ -244,22 +250,27 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     if known_note is None:
-        _follow_program(program_file, file, keys)
+        _follow_program(program_file, file, keys, environment)
     keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
     for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
     if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
-        keys.values["wandb_project"] = arguments.value_of(" ".join(project))
+        keys.values["wandb_project"] = documents.value_of(" ".join(project))
     return keys
 
 
-def _follow_program(name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys) -> None:
-    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read."""
+def _follow_program(
+    name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys, environment: Mapping[str, Any]
+) -> None:
+    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read.
+
+    environment: {variable that the program sees: value}.
+    """
     if not file:
         keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
         return
     try:
-        script = read_script(*file, keys.values)
+        script = read_script(*file, keys.values, environment)
     except UserError as error:
         keys.lost.append(f"{name}: this program is not followed ({error})")
         return

@@ -41,8 +41,10 @@ def first_key(patterns: Collection[str], values: Mapping[str, Any]) -> str:
 class Releases:
     """The releases of a trainer: which keys they have, and which defaults of older ones were others.
 
-    package: name of the trainer's package; history: {key: its older defaults, each with the last release that had it,
-    the oldest first}; since, until: {name or pattern of a key: first, or last, release that has it}.
+    package: name of the trainer's package.
+    history: {key: its older defaults, each with the last release that had it, the oldest first}.
+    since: {name or pattern of a key: first release that has it}.
+    until: {name or pattern of a key: last release that has it}.
     """
 
     package: str
@@ -51,10 +53,14 @@ class Releases:
     until: Mapping[str, Release] = field(default_factory=dict)
 
     @property
+    def is_numbered(self) -> bool:
+        """Whether the releases are versions of the package. Those of EasyR1 are months, such as 2025.3."""
+        return self.package in ("trl", "verl")
+
+    @property
     def hint(self) -> str:
         """How a user names the release of a file."""
-        is_numbered = self.package in ("trl", "verl")
-        return f"; a comment such as '# {self.package}==VERSION' in the file names its release" * is_numbered
+        return f"; a comment such as '# {self.package}==VERSION' in the file names its release" * self.is_numbered
 
     def defaults_at(self, at: Release) -> dict[str, Any]:
         """Returns {key: its default in a release} of the keys whose newest default is another one."""
@@ -64,13 +70,17 @@ class Releases:
     def possible(self, values: Mapping[str, Any], pinned: str) -> tuple[list[Release], list[str]]:
         """Returns a release for each set of defaults that a file may be for, the newest last, and notes for the user.
 
-        values: {key of the file: value}; pinned: version that the file names. Without a sign the newest is assumed.
+        For example, a file with a key of TRL since 0.15 and another one until 0.27 is for any release between them. If
+        defaults have changed after 0.16 and 0.18, the result is 0.16, 0.18 and 0.27. Without a sign it is the newest.
+        values: {key of the file: value}.
+        pinned: version that the file names; "" if none. It counts more than the keys.
         """
-        first, last = (
-            {key: bound for pattern, bound in bounds.items() if (key := first_key((pattern,), values))}
-            for bounds in (self.since, self.until)
-        )
-        old_key, new_key = min(last, key=last.__getitem__, default=""), max(first, key=first.__getitem__, default="")
+        # {key of the file: first release that has it}, and {key of the file: last release that has it}
+        first = {key: bound for pattern, bound in self.since.items() if (key := first_key((pattern,), values))}
+        last = {key: bound for pattern, bound in self.until.items() if (key := first_key((pattern,), values))}
+        # The key that the earliest releases have, and the key that only the latest releases have, say most.
+        old_key = min(last, key=lambda key: last[key], default="")
+        new_key = max(first, key=lambda key: first[key], default="")
         if not old_key and not pinned:
             return [LATEST], []
         # Keys of earlier and of later releases contradict each other, so any release between them is possible.

@@ -1,11 +1,15 @@
 """Reads the Python script of a TRL training for its settings: keys of its config and of its trainer's arguments.
 
-The script is never run: script_calls.py interprets its syntax tree. The rules in trl*.py translate the keys.
+The script is never run: script_calls.py interprets its syntax tree. The rules in trl*.py translate the keys. A line
+`GRPOTrainer(model, good, GRPOConfig(beta=0.1), rows)` has the keys `beta`, `trainer.model`, `trainer.reward_funcs` and
+`trainer.train_dataset`.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,25 @@ from jaxrl_llm.tools.translate.table import WORDS
 # {variable of W&B, or argument of wandb.init in capitals: key of TRL}
 TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
+# A comment about several processes, such as "accelerate launch --num_processes 8", "run with 8 GPUs" or "4x A100".
+SEVERAL_PROCESSES = re.compile(
+    r"(num_processes|nproc[_-]per[_-]node|num_gpus)[= ]+([2-9]|\d\d)|\b([2-9]|\d\d+) ?(x ?)?([\w-]+ )?GPUs\b|"
+    r"\b\d+ ?x ?[ABH]\d{2,3}\b",
+    re.IGNORECASE,
+)
 
-def read_script(path: Path, text: str, options: dict[str, Any] | None = None) -> DocumentKeys:
+
+def read_script(
+    path: Path, text: str, options: dict[str, Any] | None = None, environment: Mapping[str, Any] | None = None
+) -> DocumentKeys:
     """Returns the keys of a script of TRL, with the kind of its trainer as their program.
 
-    Arguments of the trainer are keys that begin with "trainer.". The value of a function or a data set is its name, and
-    any other value that is no literal is `Unread`. An unknown call that changes an object is a key too.
-    options: options of the command that starts the script; None if no command is known. An option that the script reads
-    itself becomes a key that begins with "program.".
+    An argument of the trainer is a key that begins with "trainer.". The value of a function or a data set is its name.
+    Any other value that is no literal is `Unread`. An unknown call that may change an object is a key too, such as
+    "trainer.model.build()".
+    options: options of the command that starts the script; None if no command is known. An option that the script
+        reads itself becomes a key that begins with "program.".
+    environment: {environment variable that the command sets: value}; None if no command is known.
     Raises: UserError, if the script is no Python, or makes no config of a trainer of TRL.
     """
     try:
@@ -40,38 +55,60 @@ def read_script(path: Path, text: str, options: dict[str, Any] | None = None) ->
         lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
-    run = _followed(tree, options)
-    configs = (item for item in run.items if item.kind == "config")
-    config = next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
+    run = _followed(tree, options, environment or {})
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
+    config = _config_of(trainer, run.items)
     if not trainer and not config:
         other = (name for name, _ in called if name in WORDS["untranslated_classes"])
         made = ", ".join(f"{name}, which is not translated" for name in other)
         listed = ", ".join(sorted(own_configs))
         raise UserError(f"{path} makes {made or 'no config'}: name a script that calls one of {listed}, or a .sh")
     lost = list(run.lost)
-    arguments = dict(trainer.keys) if trainer else {}
-    args = arguments.pop("args", None)
-    if isinstance(args, ScriptObject) and args.kind == "config":
-        config = args
-    elif trainer and args is not None:
-        config = script_calls.unread_config(str(trainer.value), trainer.node)
     if config and any(name.startswith("**") for name in config.keys):
         lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
     settings = config.keys | _steps("trainer.args", config) if config else {}
     settings |= {name: run.environment[x] for x, name in TRACKED.items() if x in run.environment}
     keys = {name: key_value(value) for name, value in settings.items()}
-    for name, value in arguments.items():
-        keys |= argument_keys(f"trainer.{name}", value)
-    keys |= _steps("trainer", trainer) if trainer else {}
+    if trainer:
+        for name, value in trainer.keys.items():
+            keys |= argument_keys(f"trainer.{name}", value) if name != "args" else {}
+        keys |= _steps("trainer", trainer)
     keys |= {f"program.{name}": value for name, value in run.own_options.items()}
+    # A script without its command may be started with several processes, and their number is a factor of the batch.
+    if options is None and (comment := _comment_on_processes(tree, text)):
+        keys["num_processes"] = None
+        run.notes.append(f"{comment!r}: a comment does not decide the number of processes")
     kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
     return DocumentKeys(keys, lost, run.notes, program=kind, program_text=text)
 
 
-def _followed(tree: ast.Module, options: dict[str, Any] | None) -> script_calls.ScriptRun:
+def _config_of(trainer: ScriptObject | None, items: list[ScriptObject]) -> ScriptObject | None:
+    """Returns the config of a trainer, which is its argument `args`, or else the first config that a script makes.
+
+    items: configs and trainers that the script makes.
+    """
+    args = trainer.keys.get("args") if trainer else None
+    if isinstance(args, ScriptObject) and args.kind == "config":
+        return args
+    # The config may come from a function that is not known, as in GRPOTrainer(model, args=make_config()).
+    if trainer and args is not None:
+        return script_calls.unread_config(str(trainer.value), trainer.node)
+    # TrainingArguments without a trainer of TRL are those of another program.
+    configs = (item for item in items if item.kind == "config")
+    return next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
+
+
+def _comment_on_processes(tree: ast.Module, text: str) -> str:
+    """Returns the first line of the docstring, or the first comment, about several processes; "" if none is."""
+    lines = [*(ast.get_docstring(tree) or "").splitlines(), *re.findall(r"(?m)^\s*#.*", text)]
+    return next((line.strip() for line in lines if SEVERAL_PROCESSES.search(line)), "")
+
+
+def _followed(
+    tree: ast.Module, options: dict[str, Any] | None, environment: Mapping[str, Any]
+) -> script_calls.ScriptRun:
     """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
-    run = script_calls.ScriptRun(options)
+    run = script_calls.ScriptRun(options, environment)
     with suppress(script_calls.TrainingStarts):
         run.follow(tree.body)
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
@@ -95,7 +132,11 @@ def _steps(prefix: str, item: ScriptObject) -> dict[str, Any]:
 
 
 def argument_keys(name: str, value: Any) -> dict[str, Any]:
-    """Returns the keys of an argument of the trainer: its value, its parts, and unknown calls that may change it."""
+    """Returns the keys of an argument of the trainer: its value, its parts, and unknown calls that may change it.
+
+    name: name of the key. For example, the model of AutoModelForCausalLM.from_pretrained("a/b", dtype="auto") has the
+    keys "trainer.model" with the value a/b, and "trainer.model.dtype" with the value auto.
+    """
     if name.endswith("callbacks") and isinstance(value, list):
         return {name: [str(x.value if isinstance(x, ScriptObject) else x).partition("(")[0] for x in value]}
     kind = value.kind if isinstance(value, ScriptObject) else ""
@@ -124,7 +165,11 @@ def argument_keys(name: str, value: Any) -> dict[str, Any]:
 
 
 def key_value(value: Any, *, functions: bool = False) -> Any:
-    """Returns the value of a key; `Unread` if it is not in the script. functions: whether a function has its name."""
+    """Returns the value of a key: a literal, or a list or dict of literals; `Unread` if the script does not say it.
+
+    functions: whether the value of a function is its name, as in reward_funcs=[good]. The value of torch.bfloat16 is
+    always its name.
+    """
     if isinstance(value, ScriptObject):
         if value.kind == "name" and str(value.value).startswith("torch."):
             return str(value.value).removeprefix("torch.")

@@ -1,14 +1,20 @@
 """Interprets the calls of a TRL training script, to find the settings that reach its trainer. Nothing is run.
 
-`ScriptRun` follows the syntax tree of the script. For each call it returns the object that the call makes (a config,
-model, adapter, data set or trainer), or records that the call may change the objects of its arguments. script.py makes
-keys of these objects, which the rules in trl*.py translate. The tables below list the calls whose effect is known.
+`ScriptRun` follows the syntax tree of the script. A call has one of these values:
+
+- `GRPOConfig(beta=0.1)` makes an object, here of the kind "config" with the key `beta`.
+- `get_peft_model(model, config)` has a method `call_get_peft_model` below, which does what the function does.
+- `print(model)` is quiet: it changes no object. words.tsv lists such calls.
+- `build(model)` of an unknown package may change the model, so the model gets the step `build()`, and is returned.
+
+script.py makes keys of the objects that reach the trainer, which the rules in trl*.py translate.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -42,7 +48,10 @@ def last_part(name: Any) -> str:
 
 
 def with_split(source: Any, split: Any) -> Any:
-    """Returns the source of a data set with its split, such as owner/name@train. A slice of a split is `Unread`."""
+    """Returns the source of a data set with its split, such as "owner/name@train" of load_dataset(..., split="train").
+
+    source: name of the data set, or the mapping {split: file} of `data_files`. A slice such as "train[:9]" is `Unread`.
+    """
     if isinstance(source, dict):
         return source.get(split, Unread(str(split)))
     if not is_literal(source) or "/" not in source or "@" in source or source.endswith(FILES):
@@ -52,15 +61,20 @@ def with_split(source: Any, split: Any) -> Any:
 
 
 def unread_config(kind: str, node: ast.Call) -> ScriptObject:
-    """Returns a config of which the script only says what it assigns to it. kind: a key of trl.TRL_TRAINERS."""
+    """Returns a config that the script does not make itself, such as one that a parser of the command line returns.
+
+    Its one key begins with "**", and makes all settings unknown but those that the script assigns to the config later.
+    kind: a key of trl.TRL_TRAINERS.
+    """
     return ScriptObject("config", kind, {f"**{snippet(node)}": Unread(snippet(node))}, node=node)
 
 
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
-    def __init__(self, options: dict[str, Any] | None) -> None:
+    def __init__(self, options: dict[str, Any] | None, environment: Mapping[str, Any]) -> None:
         super().__init__()
+        self.environment = dict(environment)
         self.options = options  # options of the command that starts the script; None if no command is known
         self.own_options = dict(options or {})  # options that are no settings of a config of TRL
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
@@ -68,9 +82,12 @@ class ScriptRun(Interpreter):
         self.depth = 0  # calls of functions of the script inside each other
 
     def class_of(self, line: ast.ClassDef) -> ScriptObject:
-        """Returns a class with the defaults of its fields. value: trainer or config of TRL among its bases, or ""."""
+        """Returns a class of the script with the defaults of its fields: {"rate": 0.1} for a line `rate: float = 0.1`.
+
+        The value of the class is the trainer or config of TRL from which it is derived, or "".
+        """
         bases = [base for base in map(self.value, line.bases) if isinstance(base, ScriptObject)]
-        fields = {name: value for base in bases for name, value in base.keys.items()}
+        fields = {name: value for base in bases for name, value in base.keys.items()}  # inherited fields
         for entry in line.body:
             match entry:
                 case ast.AnnAssign(target=ast.Name(id=name), value=value):
@@ -85,7 +102,9 @@ class ScriptRun(Interpreter):
         return ScriptObject("class", trl_class.value, fields, trl_class.steps | steps, line)
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
-        """Returns the value of `owner[index]`, where a data set's index is the name of a split."""
+        """Returns the value of `owner[index]`, such as rows["train"] of a data set, or os.environ["LR"]."""
+        if isinstance(owner, ScriptObject) and owner.value == "os.environ" and index in self.environment:
+            return self.environment[index]
         if isinstance(owner, ScriptObject) and owner.kind == "rows":
             return ScriptObject("rows", with_split(owner.value, index), {}, dict(owner.steps))
         return super().entry(owner, index, node)
@@ -118,7 +137,8 @@ class ScriptRun(Interpreter):
                 return self.parse_arguments(owner, name, arguments, node)
             case ScriptObject(kind="trainer") if name == "train":
                 raise TrainingStarts
-            case ScriptObject(kind="object"):  # methods of classes of the script are not followed
+            # Methods of classes of the script are not followed.
+            case ScriptObject(kind="object"):
                 return self.changing_call(name, [owner, *arguments.values()], node)
             case ScriptObject(kind="rows"):
                 step = {} if name in (*WORDS["quiet_row_methods"], *WORDS["quiet_calls"]) else {name: place_of(node)}
@@ -126,7 +146,11 @@ class ScriptRun(Interpreter):
         return self.unknown_call(name, [owner, *arguments.values()], node)
 
     def changed_entries(self, owner: dict[str, Any], name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
-        """Returns the value of a method that changes a dict. After an unknown change all its entries are unknown."""
+        """Returns the value of a method that changes a dict, such as settings.update(beta=0.1) or settings.pop("beta").
+
+        After an unknown change, such as settings.update(build()), all entries are unknown. The new entry "**" stands
+        for further keys that the change may have added.
+        """
         unread, first = Unread(place_of(node)), arguments.pop("0", {})
         has_unknown_entries = any(key.startswith("**") for key in owner)
         if name in ("pop", "setdefault") and isinstance(first, str) and not self.doubt:
@@ -136,7 +160,11 @@ class ScriptRun(Interpreter):
         return owner.update(dict.fromkeys([*owner, *filter(str.isidentifier, arguments), f"**{snippet(node)}"], unread))
 
     def unknown_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
-        """Interprets a call by its name alone: a quiet call, one that returns its object, or one that may change it."""
+        """Interprets a call by its name alone, of which words.tsv has three lists.
+
+        A call such as `print` is quiet. A call such as `model.to("cuda")` returns its object. A call such as
+        `model.parameters()` returns parts of its object. Any other call may change the objects among its `values`.
+        """
         if name in WORDS["quiet_calls"]:
             return Unread(snippet(node))
         if name in WORDS["identity_calls"]:
@@ -146,31 +174,42 @@ class ScriptRun(Interpreter):
         return self.changing_call(name, values, node)
 
     def changing_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
-        """Returns the first object among `values`, after recording in all of them that the call may change them."""
+        """Returns the first object among `values`, after recording in all of them that the call may change them.
+
+        A model that an unknown function gets is probably what the function returns, as in `model = patch(model)`. The
+        result of a function of parsed arguments is another object, as in `rewards = get_rewards(script_args)`.
+        """
         items = self.record_change(values, f"{name}()", node)
-        return items[0] if items else Unread(snippet(node))
+        return next((item for item in items if item.kind != "object"), Unread(snippet(node)))
 
     def imported_call(self, function: ScriptObject, node: ast.Call) -> Any:
-        """Interprets a call of an imported name, such as trl.GRPOConfig(...) or AutoTokenizer.from_pretrained(...)."""
+        """Interprets a call of an imported name, such as trl.GRPOConfig(...) or AutoTokenizer.from_pretrained(...).
+
+        The name decides what the call means: it makes a config or trainer of TRL, reads or sets an environment
+        variable, is quiet, has a method `call_…` of this class, makes an object of `MADE`, or converts a literal. Any
+        other call, and each call of a package that is not known, may change the objects of its arguments.
+        """
         *parents, name = function.value.split(".")
-        foreign, package = bool(function.node), [*parents, name][0]
+        foreign, package = function.is_foreign, [*parents, name][0]
         # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
         ends = [end for end in TRAINERS if name.endswith(end)]
         trl_trainer = ends[0] if ends and name not in WORDS["untranslated_classes"] else ""
         trl_class = name if name in CONFIGS else trl_trainer
         if trl_class:
             item = self.create_trl_object(trl_class, node)
-            unsloth = function.keys.get("unsloth", self.unsloth)
+            unsloth = self.unsloth if function.unsloth is None else function.unsloth
             item.keys |= {"unsloth": unsloth} if item.kind == "config" and unsloth else {}
-            # A trainer of another package may do each thing in another way than TRL's trainer.
+            # A trainer of another package, such as `from own import GRPOTrainer`, may change anything of the run.
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
+        if function.value in ("os.environ.get", "os.getenv"):
+            return self.environment_variable(node)
         if function.value == "os.environ.setdefault":
             variable, value = [*self.arguments(node).values(), "", ""][:2]
             self.environment = {str(variable): value} | self.environment
         if function.value == "wandb.init":
-            # transformers keeps a run that the script began.
+            # `wandb.init(project="sums")` names the project: transformers logs to a run that the script has begun.
             self.environment |= {f"WANDB_{key.upper()}": value for key, value in self.arguments(node).items()}
         if package in WORDS["quiet_packages"] and not foreign:
             return Unread(snippet(node))
@@ -184,6 +223,17 @@ class ScriptRun(Interpreter):
                 return CASTS[name](arguments["0"])
         return (self.changing_call if foreign else self.unknown_call)(name, list(arguments.values()), node)
 
+    def environment_variable(self, node: ast.Call) -> Any:
+        """Interprets os.environ.get("LR", "1e-6"): the value that the variable has, or else the default."""
+        name, default = [*self.arguments(node).values(), None, None][:2]
+        if name in self.environment:
+            return self.environment[name]
+        # A launcher such as torchrun sets WORLD_SIZE and LOCAL_RANK, so they do not have the default.
+        if default is None or name in WORDS["launcher_variables"]:
+            return Unread(snippet(node))
+        self.notes.append(f"{place_of(node)}: the environment variable is taken to have its default")
+        return default
+
     def create_trl_object(self, name: str, node: ast.Call) -> ScriptObject:
         """Returns a config or trainer of TRL with the arguments of its call, and records it in `items`."""
         kind = (TRAINERS | CONFIGS)[name]
@@ -194,7 +244,11 @@ class ScriptRun(Interpreter):
         return self.items[-1]
 
     def instance(self, class_item: ScriptObject, node: ast.Call) -> Any:
-        """Returns the object that a call of a class of the script makes, such as a subclass of GRPOTrainer."""
+        """Returns the object that a call of a class of the script makes.
+
+        A class that is derived from GRPOTrainer makes a trainer, and a dataclass makes an object with its fields. A
+        class with a method such as __init__ makes an object without known fields, because methods are not followed.
+        """
         base = last_part(class_item.value)
         if base in TRAINERS | CONFIGS:
             item = self.create_trl_object(base, node)
@@ -220,7 +274,7 @@ class ScriptRun(Interpreter):
         defaults += zip(keyword_names, function.args.kw_defaults, strict=True)
         parameters = {name: Unread(name) for name in positional_names + keyword_names}
         parameters |= {name: self.value(default) for name, default in defaults if default}
-        # `Interpreter.arguments` names a positional argument by its number, as the text "0" or "1".
+        # `Interpreter.arguments` names a positional argument by its number: f(model, beta=0.1) has "0" and "beta".
         unnamed_parameters = [name for name in positional_names if name not in arguments]
         for name, value in arguments.items():
             is_position = name.isdigit() and int(name) < len(unnamed_parameters)
@@ -236,9 +290,10 @@ class ScriptRun(Interpreter):
         return merged_value(results, f"{snippet(node)} has several results") if results else None
 
     def call_from_pretrained(self, parent: str, node: ast.Call) -> Any:
-        """Interprets from_pretrained: a `ScriptObject` of the model, tokenizer or adapter that it loads.
+        """Interprets from_pretrained, by the class that has it: the model, tokenizer or adapter that it loads.
 
-        parent: class of the call. Unsloth's FastLanguageModel returns a model, in 4 bits by default, and its tokenizer.
+        parent: the class, such as "AutoModelForCausalLM", "AutoTokenizer" or "PeftModel". Unsloth's FastLanguageModel
+        returns two objects: a model, which is loaded in 4 bits by default, and its tokenizer.
         """
         arguments = self.arguments(node, ("path",))
         if parent.startswith("Peft"):
@@ -264,14 +319,20 @@ class ScriptRun(Interpreter):
         return self.add_adapter(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
 
     def add_adapter(self, model: Any, adapter: Any, node: ast.Call) -> Any:
-        """Returns the model with its adapter as the key peft_config; an unknown call if that cannot be followed."""
+        """Returns the model with its adapter as the key peft_config.
+
+        The adapter may change the model in an unknown way if a condition decides about it, or if it is the second one.
+        """
         if not isinstance(model, ScriptObject) or model.kind != "model" or self.doubt or "peft_config" in model.keys:
             return self.unknown_call("get_peft_model", [model], node)
         model.keys["peft_config"] = adapter
         return model
 
     def call_load_dataset(self, parent: str, node: ast.Call) -> Any:
-        """Interprets load_dataset: rows with their source, owner/name:configuration@split or a data file."""
+        """Interprets load_dataset("owner/name", "main", split="train"): rows of owner/name:main@train.
+
+        The rows of load_dataset("json", data_files="a.jsonl") are those of the file a.jsonl.
+        """
         arguments = self.arguments(node, ("path", "name"))
         source, files, configuration = (arguments.get(name) for name in ("path", "data_files", "name"))
         is_understood = arguments.keys() <= set(WORDS["loading_arguments"])
@@ -323,7 +384,12 @@ class ScriptRun(Interpreter):
     call_TrlParser = call_HfArgumentParser
 
     def parse_arguments(self, parser: ScriptObject, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
-        """Returns what a parser returns: defaults of the options that the script adds to it, or of its dataclasses."""
+        """Interprets a method of a parser of the command line.
+
+        `parser.add_argument("--beta", default=0.1)` adds the option beta with its default. `parser.parse_args()`
+        returns an object with all options. `HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()` returns
+        a list with one object for each class. The value of an option is that of the command, or else the default.
+        """
         if name == "add_argument":
             flags = [value for key, value in arguments.items() if key.isdigit() and isinstance(value, str)]
             option = str(arguments.get("dest", next((x for x in flags if x.startswith("--")), (flags or ["-"])[0])))
@@ -346,10 +412,13 @@ class ScriptRun(Interpreter):
         return [self.parsed(entry, node) for entry in entries]
 
     def parsed(self, entry: ScriptObject, node: ast.Call) -> Any:
-        """Returns what a parser makes of one of its classes, from the options of the command if they are known."""
+        """Returns the object that a parser makes of one of its classes, such as Own or GRPOConfig.
+
+        If the options of the command are known, they win over the defaults of the class.
+        """
         name = last_part(entry.value)
         if self.options is None:
-            # TRL's config has what the script itself assigns to it.
+            # A config of TRL has all settings of the command line, so only what the script assigns to it is known.
             known = unread_config(CONFIGS[name], node) if name in CONFIGS else Unread(snippet(node))
             return known if entry.value else self.instance(entry, node)
         fields = self.instance(entry, node).keys if entry.kind == "class" and not entry.value else {}

@@ -39,7 +39,8 @@ Status: TypeAlias = bool | None
 class ShellCommand:
     """A command of the script with its expanded words.
 
-    positions: positions of its words in the script. variables: the variables that it sees, also NAME=value before it.
+    positions: positions of its words in the script.
+    variables: variables that it sees, with those of NAME=value before its first word.
     """
 
     words: list[str]
@@ -51,8 +52,10 @@ class ShellCommand:
 class Choice:
     """Blocks of which at most one runs, such as the branches of `if`.
 
-    before: variables before all blocks; after: variables after each block that may run, if a condition is unknown;
-    is_decided: whether a block has run, so that no later block runs; status: status of this block.
+    before: variables before all blocks.
+    after: variables after each block that may run, because its condition or an earlier one is unknown.
+    is_decided: whether a block has run, so that no later block runs.
+    status: status of the block that has run.
     """
 
     before: Variables
@@ -81,12 +84,21 @@ def follow(text: str) -> ShellRun:
 class ShellRun(ShellVariables):
     """Follows the tokens of a shell script, and collects what the translation needs.
 
-    index: position of the next token; halted: why the commands at this position do not run: a branch that is not
-    taken, or exit, return, break or continue before them; "" if they run. functions: {name: index of its body};
-    commands: all commands that may run; files: {name: text} of files that the script writes, and of other heredocs;
-    followed_heredocs: heredocs whose text is that of a file or variable; notes: files that it sources; nested_scripts:
-    texts that it runs as scripts, which are not followed; patterns: positions of the patterns of `case`; doubts: number
-    of blocks around the index that may not run; departures: variables where such a block leaves its loop or function;
+    index: position of the next token.
+    halted: why the commands at this position do not run: "the branch is not taken", or the word exit, return, break or
+        continue that stands before them; "" if they run.
+    functions: {name: index of its body}.
+    commands: all commands that may run.
+    files: {name: text} of files that the script writes, and of other heredocs.
+    followed_heredocs: heredocs whose text becomes a file or the value of a variable.
+    notes: sentences about files that the script sources.
+    nested_scripts: texts that the script runs as scripts, as in `bash -c "…"`. They are not followed.
+    patterns: positions of the patterns of `case`.
+    local_names: local variables of the function that is followed.
+    doubts: number of blocks around the index that may not run.
+    departures: variables at each `break`, `continue` or `return` in such a block. They are one possible state of the
+        variables after the loop or function.
+    depth: number of functions around the index.
     steps: number of commands so far.
     """
 
@@ -101,7 +113,7 @@ class ShellRun(ShellVariables):
     nested_scripts: list[str] = field(default_factory=list)
     followed_heredocs: list[Heredoc] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
-    local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
+    local_names: set[str] = field(default_factory=set)
     doubts: int = 0
     departures: list[Variables] = field(default_factory=list)
     depth: int = 0
@@ -314,7 +326,11 @@ class ShellRun(ShellVariables):
         return None
 
     def unknown_rounds(self, holds: Status) -> Status:
-        """Follows the body of a loop twice. A second round sees variables that the first round has made unknown."""
+        """Follows the body of a loop whose number of rounds is unknown, such as `while read line; do …; done < file`.
+
+        The body is followed twice, because its second round sees variables that the first round has made unknown.
+        holds: status of the condition before the first round. If it is False, the body does not run.
+        """
         body = self.index
         for _ in range(2):
             self.index = body

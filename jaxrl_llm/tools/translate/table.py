@@ -7,7 +7,8 @@ key: name of a key of the trainer, or several with blanks between them, or a pat
 fields: fields of a jaxrl_llm config that the key decides, the most important one first. FIELD=VALUE has this value if
     the key decides the others.
 rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
-    meaning; `count` does so if it is above 0, and `natural` makes a negative number 0. With values after the word, any
+    meaning; `number` makes None 0.0, and `natural` makes a negative number 0. `count` does so if the value is above 0;
+    `count 25` makes the fields 25 for any other value, and `count` makes none. With values after the word, any
     other value means something else (`why`). `choose` makes the fields the word B for the value A, of the words A=B
     after it; the word *=B is for all other values. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
@@ -56,9 +57,11 @@ SENTENCES = dict(read_columns("sentences"))
 WORDS = {name: words.split(" ") for name, words in read_columns("words")}
 # Reason of a key whose value is None, False, 0 or empty.
 NOT_IN_USE = "not in use"
+NOT_SET = Outcome("no effect", reason=NOT_IN_USE)
 # {rule in a table: conversion of the value into the value of the fields}
-CONVERTERS: dict[str, Callable[[Any], Any]] = {"int": int, "count": int, "float": float, "bool": bool, "text": str}
+CONVERTERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "text": str}
 CONVERTERS |= {"dict": dict, "any": lambda value: value, "natural": lambda value: max(int(value or 0), 0)}
+CONVERTERS |= {"count": int, "number": lambda value: float(value or 0)}
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,12 @@ def trainer_table(
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
     current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
     former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
-    ends = {key: [*row.versions.split("-"), ""] for key, row in rows.items() if row.versions}
-    since, until = ({key: release(bounds[i]) for key, bounds in ends.items() if bounds[i]} for i in (0, 1))
+    since: dict[str, Release] = {}
+    until: dict[str, Release] = {}
+    for key, row in rows.items():
+        first, _, last = row.versions.partition("-")
+        since |= {key: release(first)} if first else {}
+        until |= {key: release(last)} if last else {}
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
     history = {key: older_defaults(row.was) for key, row in current.items() if row.was}
     releases = Releases(name.lower().partition("'")[0], history, since, until)
@@ -212,6 +219,7 @@ def _condition(text: str, own_key: str) -> tuple[Callable[[Keys], Any], str]:
     """Returns whether a condition on a key holds, such as KEY=A,B, and the reason if it does not hold."""
     key, sign, words = re.split(r"(!?=|$)", text, maxsplit=1)
     reason = NOT_IN_USE if key == own_key else f"it is read only if {text}"
+    reason = f"{key} is set" if text.startswith(f"{key}=None") else reason
 
     def holds(keys: Keys) -> Any:
         """Whether the key has one of the values, or any other value after !=."""
@@ -223,7 +231,7 @@ def _condition(text: str, own_key: str) -> tuple[Callable[[Keys], Any], str]:
 
 def _if_set(rule: Rule, value: Any, keys: Keys) -> Outcome:
     """Translates a key by its rule, if it has a value."""
-    return rule(value, keys) if value else Outcome("no effect", reason=NOT_IN_USE)
+    return rule(value, keys) if value else NOT_SET
 
 
 def _part_of(row: Row, rules: dict[str, Rule], whole: str, value: Any, keys: Keys) -> Outcome:
@@ -247,10 +255,12 @@ def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Key
 
     word: key of CONVERTERS.
     """
-    if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
-        return Outcome("no effect", reason=NOT_IN_USE)
+    if word == "count" and not (value and value > 0):
+        return Outcome("changed", row.fields_with(*neutral), row.why) if neutral else NOT_SET
+    if value is None and row.default in ("", "null"):
+        return NOT_SET
     converted = CONVERTERS[word](value)
-    differs = bool(neutral) and converted not in neutral
+    differs = bool(neutral) and word != "count" and converted not in neutral
     reason = row.why if differs or not neutral else ""
     return Outcome("changed" if differs else "mapped", row.fields_with(converted), reason)
 

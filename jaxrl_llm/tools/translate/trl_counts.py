@@ -61,7 +61,11 @@ def device_completions(keys: Keys) -> int:
 
 
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
-    """Returns jaxrl_llm's fields of the batch for all batch keys of TRL, and the sentence that explains them."""
+    """Returns jaxrl_llm's fields of the batch for all batch keys of TRL, and the sentence that explains them.
+
+    For example, 8 completions x 4 accumulations x 2 processes are 64 completions of an optimizer step. With 16
+    completions of each prompt and one step on a rollout, both `prompts_per_step` and `prompts_per_update` are 4.
+    """
     completions, process_count = group_size(keys), processes(keys)
     per_update = device_completions(keys) * int(keys["gradient_accumulation_steps"]) * process_count
     product = f"{device_completions(keys)} x {keys['gradient_accumulation_steps']} x {process_count} = {per_update}"
@@ -211,6 +215,4 @@ def warmup_ratio(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `warmup_ratio`, the warm-up as a share of the optimizer steps, to `optim.warmup_ratio`."""
     if value and keys["lr_scheduler_type"] == "constant":
         return NO_WARMUP
-    if keys.get("warmup_steps"):
-        return Outcome("no effect", reason="warmup_steps is set")
     return Outcome("mapped", {"optim.warmup_ratio": float(value or 0), "optim.warmup_steps": 0})

@@ -50,11 +50,6 @@ def clip_high(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"loss.clip_high": max(high - 1.0, 0.0) if keys["loss_type"] == "cispo" else high})
 
 
-def delta(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `delta`, the bound of the ratio of tokens with a negative advantage, to `loss.delta`."""
-    return Outcome("mapped", {"loss.delta": float(value or 0.0)})
-
-
 def rloo_clip(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `epsilon` or `epsilon_high` of TRL's RLOO to a side of the clip: `loss.clip_low` or `clip_high`."""
     has_one_update = optimizer_steps(keys) == 1

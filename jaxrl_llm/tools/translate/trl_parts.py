@@ -66,8 +66,6 @@ ADAPTED = (adapted, "this run has no adapters")
 
 def adapter(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `use_peft` or the trainer's `peft_config` to `adapters`: new ones, or those of a folder."""
-    if not adapted(keys):
-        return Outcome("no effect", reason=ADAPTED[1])
     config = keys.get("trainer.peft_config")
     if config in (None, "LoraConfig"):
         return Outcome("mapped", {"adapters.name": "lora"})

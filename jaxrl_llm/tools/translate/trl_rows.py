@@ -144,14 +144,14 @@ def prompt_limit(value: Any, keys: Keys) -> Outcome:
 
 
 def pair_limits(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's limits of pairs: TRL cuts a pair after `max_length` tokens, and jaxrl_llm drops a longer one."""
+    """Translates TRL's limits of pairs: TRL cuts a pair to `max_length` tokens, and jaxrl_llm drops a longer one."""
     # Prompt and completion each have this limit if the file sets no limit of their own.
     limit = int(keys["max_length"] or 4096)
     fields = {
         "data.max_prompt_tokens": int(keys["max_prompt_length"] or limit),
         "rollout.max_completion_tokens": int(keys.get("max_completion_length") or limit),
     }
-    limit_reason = f"TRL cuts a pair after {limit} tokens" if keys["max_length"] else "TRL has no limit"
+    limit_reason = f"TRL cuts a pair to {limit} tokens" if keys["max_length"] else "TRL has no limit"
     return Outcome("changed", fields, f"{limit_reason}; jaxrl_llm limits each part, and drops a longer pair")
 
 

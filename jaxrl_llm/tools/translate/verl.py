@@ -22,7 +22,6 @@ FAMILY = family.Family(
     losses=read_names("verl_losses"),
     in_loss=lambda keys: bool(keys[f"{ACTOR}use_kl_loss"]),
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
-    total_steps="trainer.total_training_steps",
 )
 # Keys and sections that several rules read.
 LOSS_MODE = FAMILY.keys_of["loss.name"]
@@ -32,8 +31,6 @@ REWARD_FILE = "custom_reward_function."
 TURNS = f"{ROLLOUT}multi_turn."
 
 tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), SENTENCES["UNREAD_FREEZE"])
-
-
 data_files = partial(family.rows_of, "verl.convert")
 
 
@@ -148,15 +145,14 @@ def tools(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", fields, reason, unknown={"env.functions": tools_task})
 
 
-def validation(value: Any, keys: Keys) -> Outcome:
+def validation(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `rollout.val_kwargs`, how evaluations are sampled: jaxrl_llm's are greedy."""
     val = f"{ROLLOUT}val_kwargs."
     # veRL's do_sample is False by default, and temperature 0 is greedy too.
     greedy = not keys.get(f"{val}do_sample", False) or keys.get(f"{val}temperature", 0) == 0
     if greedy and keys.get(f"{val}n", 1) == 1:
         return Outcome("no effect", reason="evaluations are greedy in veRL and in jaxrl_llm")
-    reason = "jaxrl_llm evaluates with one greedy completion per problem (jaxrl evaluate samples several)"
-    return Outcome("unsupported", reason=reason)
+    return Outcome("unsupported", reason=row.why)
 
 
 def base(keys: Keys) -> str:
