@@ -18,11 +18,12 @@ from jaxrl_llm.build import Parts, make_run, opened_run
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import resolve, split_call
 from jaxrl_llm.errors import UserError, check_local
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.machine import bucket, disk
 from jaxrl_llm.recipe.missing import collected
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.rollout.actor import Actor, WeightLease
-from jaxrl_llm.session import alike, changes, checkpoint, json_lines
+from jaxrl_llm.session import alike, changes, checkpoint
 from jaxrl_llm.session.changes import Change, ChangedInputs
 from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.session.rollback import Decision, Rollbacks
