@@ -62,7 +62,9 @@ def check_output(field: str, file: Path | None) -> None:
     if remote := bucket.address(file):
         raise UserError(f"{field} = {remote!r} is in a bucket: use a path on a disk, and copy the output afterwards")
     if file.is_dir():
-        raise UserError(f"{field} {file} is a folder: use a file, such as {file / 'output'}")
+        raise UserError(f"{field} {file} is a folder: name a file in it")
+    if file.parent.exists() and not file.parent.is_dir():
+        raise UserError(f"{field} {file} cannot be created, because {file.parent} is a file: use another file")
     if not file.parent.is_dir():
         raise UserError(f"{field} {file}: folder {file.parent} does not exist: create it, or use another file")
     if not os.access(file if file.exists() else file.parent, os.W_OK):

@@ -628,7 +628,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work_for(place, 
     (place / "folder.py" / "file.py").touch()
     flag = argv.split()[-1]
     outputs = ["gs://b/x.py", "folder.py"]
-    outputs += ["folder.py/file.py/x.py"] if program == "export" else ["nowhere/x.py"]
+    outputs += ["folder.py/file.py/x.py"] + ["nowhere/x.py"] * (program != "export")
     for output in outputs:
         monkeypatch.setattr(sys, "argv", [f"jaxrl {program}", *argv.split(), output])
         with refused(flag):
