@@ -88,8 +88,7 @@ def find_checkpoint(path: str, field: str = "config.model.path", *, weights: boo
         raise UserError(f"{field} = {path!r} {remedy}")
     error, problem = (UserError, "has no config.json") if folder.exists() else (MissingHere, "does not exist")
     raise error(
-        f"{field} = {path!r}: the folder {problem}: set {field} to a Hugging Face folder or a hub id "
-        "(org/name)"
+        f"{field} = {path!r}: the folder {problem}: set {field} to a Hugging Face folder or a hub id (org/name)"
     )
 
 
