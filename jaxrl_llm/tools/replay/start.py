@@ -81,9 +81,7 @@ def find_start(run: Path, step: int) -> ReplayStart:
         progress = f"its last step is {last}" if last else "it has made no step yet"
         raise UserError(f"--step {step}: {address or run} has no such step; {progress}: use a step from 1 to {last}")
     if step not in records:
-        raise UserError(
-            f"--step {step}: {folder / 'metrics.jsonl'} has no record of this step: use another step"
-        )
+        raise UserError(f"--step {step}: {folder / 'metrics.jsonl'} has no record of this step: use another step")
     root = bucket.as_path(address) if address else run
     checkpoints, files = root / "checkpoints", SampleFiles(root / FOLDER)
     saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None
