@@ -25,7 +25,7 @@ from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
-from jaxrl_llm.machine import extras, meshes
+from jaxrl_llm.machine import disk, extras, meshes
 from jaxrl_llm.machine.compilation import enable_compilation_cache
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.names import FAMILIES
@@ -294,8 +294,7 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
         raise UserError(
             f"--answer {args.answer} has no effect with --samples {args.samples}: majority votes need at least 4"
         )
-    if args.page and not args.page.parent.is_dir():
-        raise UserError(f"--page {args.page}: folder {args.page.parent} does not exist: create it, or use another file")
+    disk.check_output("--page", args.page)
     if args.page:
         extras.require("plotly", "report", "--page")
     if args.model and not args.task:

@@ -69,6 +69,23 @@ check_slices() { # slices, trainer arguments
   [[ $data =~ ^[1-9][0-9]*$ ]] && [ $((data % slices)) = 0 ] ||
     die "--slices $slices needs --config.mesh.data=$slices, or a multiple, behind --: only mesh.data goes over the network between slices"
 }
+# Checks the trainer arguments before machines are requested, if the package is installed in .venv of the checkout.
+# What only this machine lacks, such as rows on another disk, is no error (exit code 3 of the doctor).
+check_config() { # trainer arguments
+  local words=() word wants_value='' errors status=0
+  for word; do
+    if [ "$wants_value" ]; then words+=("$word") wants_value=''; continue; fi
+    case $word in
+      --config=* | --config.*=*) words+=("$word") ;;
+      --config | --config.*) words+=("$word") wants_value=1 ;;
+    esac
+  done
+  case " ${words[*]} " in *" --config"[\ =]*) ;; *) die "--config is missing behind --: give the config, e.g. --config configs/grpo.py" ;; esac
+  if [ "${config_is_checked-}" ] || [ ! -x "$root/.venv/bin/python" ]; then return; fi
+  errors=$(cd "$root" && .venv/bin/python -m jaxrl_llm.tools doctor "${words[@]}" 2>&1 > /dev/null) || status=$?
+  [ "$status" != 2 ] || die "the trainer would refuse this config: ${errors#error: }"
+  export config_is_checked=1 # for tpu_vm.sh, if tpu_vm_vllm.sh runs it
+}
 # Prints the usual TPU runtime of an accelerator type.
 tpu_runtime() {
   case $1 in

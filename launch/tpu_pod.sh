@@ -18,7 +18,8 @@ Train on a Google Cloud TPU slice of several hosts (v5litepod-16, v5litepod-256,
   --nfs HOST:/DIR  NFS share, such as Filestore, that each worker mounts there instead of a bucket
   --env-file FILE  file of lines NAME=VALUE for the trainer, such as HF_TOKEN and WANDB_API_KEY; a shell reads them
   --workdir DIR    work directory on all workers: absolute, or below ~/jaxrl_llm [runs/NAME]. Without --bucket
-                   and --nfs it must be absolute, on a disk that the workers already share
+                   and --nfs it must be absolute, on a disk that the workers already share, or gs://BUCKET/DIR,
+                   which the trainer writes itself
   --gcsfuse-sha256 SUM  with --bucket: SHA-256 of the gcsfuse package that a worker without gcsfuse installs;
                    without this option the package is not checked beyond HTTPS
   --spot           use a spot slice, which is cheap and may be preempted
@@ -70,8 +71,8 @@ case $slices:${type##*-} in 1:[148]) die "--type '$type' is one host: take launc
 case $restarts in *[!0-9]*) die "--restarts '$restarts' is not a number: e.g. --restarts 3" ;; esac
 case "${bucket:+b}${nfs:+n}:$workdir" in
   bn:*) die "--bucket and --nfs are both given: give one" ;;
-  :/* | [bn]: | [bn]:runs/*) ;;
-  :*) die "the workers share no disk: give --bucket, --nfs, or an absolute --workdir on a disk that they share" ;;
+  :/* | :gs://* | [bn]: | [bn]:runs/*) ;;
+  :*) die "the workers share no disk: give --bucket, --nfs, or a --workdir at gs:// or on a disk that they share" ;;
   *) die "--workdir '$workdir' is not on the mounted disk: give one below runs/, e.g. --workdir runs/$name" ;;
 esac
 [[ -z $gcsfuse_sha256 || $gcsfuse_sha256 =~ ^[0-9a-f]{64}$ ]] ||
@@ -83,6 +84,7 @@ bucket=${bucket#gs://} bucket=${bucket%/}
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 check_words "$@"
 check_slices "$slices" "$@"
+check_config "$@"
 
 where() { quote "$@" --zone="$zone" ${project:+--project="$project"}; }
 tpus() { where gcloud --quiet compute tpus "$@"; }

@@ -57,6 +57,8 @@ tpu() { # verb, its options
 }
 vm() { remote "$(tpu ssh)" "$1"; }
 check_words "$@"
+case $workdir in gs:*) die "--workdir '$workdir' is in a bucket: give a folder of the VM, which is copied to runs/$name" ;; esac
+check_config "$@"
 workdir=${workdir:-runs/$name}
 here=$(quote "runs/$name") there=$(quote "$workdir")
 train=$(quote .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")

@@ -44,6 +44,7 @@ own=(${name:+--name "$name"} ${zone:+--zone "$zone"} ${project:+--project "$proj
 [ "$model" ] || die "--model is missing: give the model of the run, e.g. --model jaxrl_llm/assets/arithmetic"
 case $image in */*) ;; *) die "--image '$image' is not PROJECT/FAMILY" ;; esac
 [ $# -gt 0 ] || set -- --config configs/grpo_vllm.py
+check_config "$@"
 cd "$root"
 
 compute() { quote gcloud --quiet compute "$@" --zone="${gpu_zone:-$zone}" ${project:+--project="$project"}; }

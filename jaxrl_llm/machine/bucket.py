@@ -36,12 +36,6 @@ def address(path: str | Path) -> str:
     return f"{parts[1]}://{parts[2]}" if parts else ""
 
 
-def check_output(field: str, path: Path | None) -> None:
-    """Raises: UserError, if the output path of a tool is in a bucket. field: flag of the path."""
-    if path and (remote := address(path)):
-        raise UserError(f"{field} = {remote!r} is in a bucket: use a path on a disk, and copy the output afterwards")
-
-
 def as_path(path: str) -> Path:
     """Returns the path of an address, with the methods of a `Path`."""
     return cast(Path, epath.Path(path))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import bucket
 
 
 @contextmanager
@@ -49,6 +50,44 @@ def replace(file: Path, content: str | bytes) -> None:
         # The data must reach the disk before the rename, because a file system may keep the new name and lose the data.
         os.fsync(out.fileno())
     os.replace(partial, file)
+
+
+def check_output(field: str, file: Path | None) -> None:
+    """Checks, before the work, that a tool can write its output. field: flag of the file; file: None for no output.
+
+    Raises: UserError, if the file is in a bucket, is a folder, or cannot be written.
+    """
+    if not file:
+        return
+    if remote := bucket.address(file):
+        raise UserError(f"{field} = {remote!r} is in a bucket: use a path on a disk, and copy the output afterwards")
+    if file.is_dir():
+        raise UserError(f"{field} {file} is a folder: name a file in it")
+    if file.parent.exists() and not file.parent.is_dir():
+        raise UserError(f"{field} {file} cannot be created, because {file.parent} is a file: use another file")
+    if not file.parent.is_dir():
+        raise UserError(f"{field} {file}: folder {file.parent} does not exist: create it, or use another file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"{field} {file} is not writable by you: use another file")
+
+
+def check_output_folder(field: str, folder: Path | None) -> None:
+    """Checks, before the work, that a tool can make a folder. field: flag of the folder; folder: None for no output.
+
+    Raises: UserError, if the folder is in a bucket, has files already, or cannot be made.
+    """
+    if not folder:
+        return
+    if remote := bucket.address(folder):
+        raise UserError(f"{field} = {remote!r} is in a bucket: use a path on a disk, and copy the output afterwards")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{field} {folder} exists and is not empty: name a new folder")
+    # The folder itself is replaced, so its parent must be writable.
+    existing = next(path for path in folder.absolute().parents if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{field} {folder} cannot be created, because {existing} is a file: use another folder")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{field} {folder}: {existing} is not writable by you: use another folder")
 
 
 def cannot_write(folder: Path, reason: str, number: int | None = None) -> str:

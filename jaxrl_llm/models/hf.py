@@ -86,10 +86,9 @@ def find_checkpoint(path: str, field: str = "config.model.path", *, weights: boo
         raise UserError(_adapter_error(folder, path, field))
     if remedy := _merge_remedy(folder):
         raise UserError(f"{field} = {path!r} {remedy}")
-    error = UserError if folder.exists() else MissingHere
+    error, problem = (UserError, "has no config.json") if folder.exists() else (MissingHere, "does not exist")
     raise error(
-        f"{field} = {path!r}: the folder has no config.json: set {field} to a Hugging Face folder or a hub id "
-        "(org/name)"
+        f"{field} = {path!r}: the folder {problem}: set {field} to a Hugging Face folder or a hub id (org/name)"
     )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import WINDOW, History
 from jaxrl_llm.health.rules import findings
 from jaxrl_llm.machine import disk, distributed
-from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.settings import HealthSettings
 
 

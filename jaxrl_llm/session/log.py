@@ -29,11 +29,11 @@ from jaxrl_llm.data import image_files, image_layout
 from jaxrl_llm.data.image_columns import chat_text, text_of
 from jaxrl_llm.data.settings import accuracies_of, set_name
 from jaxrl_llm.errors import printable
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
 from jaxrl_llm.machine import disk, distributed, progress, transfers
 from jaxrl_llm.rollout.samples import Samples
-from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.record import Record, Timer
 from jaxrl_llm.session.sample_files import SampleFiles
 from jaxrl_llm.session.settings import LogSettings

@@ -14,9 +14,10 @@ from huggingface_hub.repocard_data import EvalResult
 import jaxrl_llm
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.data.settings import PREFERENCE, accuracies_of, set_name
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
-from jaxrl_llm.session import changes, json_lines
+from jaxrl_llm.session import changes
 
 POINTS = 20  # maximum number of rows in the table of measurements
 COLUMNS = {  # metric -> (heading, format) of the table's columns after the accuracies
@@ -40,7 +41,9 @@ def card(workdir: Path, config: Mapping[str, Any], input_hashes: Mapping[str, st
     config: content of config.json. input_hashes: hashes of the initial model and of the data by config field.
     """
     records = [
-        record for record in json_lines.read(workdir / "metrics.jsonl") if step is None or record["step"] <= step
+        record
+        for record in json_lines.read(workdir / "metrics.jsonl", quiet=True)
+        if step is None or record["step"] <= step
     ]
     last_step = records[-1]["step"] if records else 0
     fields = flatten(config)

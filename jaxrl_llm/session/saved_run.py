@@ -21,12 +21,13 @@ from jaxrl_llm.data.image_format import ImageFormat
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError, check_local
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.machine import bucket, sharding
 from jaxrl_llm.models import adapter_kinds, hf, new_model
 from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.settings import NewModelSettings
-from jaxrl_llm.session import checkpoint, json_lines
+from jaxrl_llm.session import checkpoint
 from jaxrl_llm.structs import PyTree
 
 T = TypeVar("T")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl_llm.errors import StoppedByHealth
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.compilation import Compilations
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.checkpoint import MODELS, Checkpoints
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.log import Log

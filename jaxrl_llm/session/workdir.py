@@ -13,9 +13,9 @@ from typing import Any
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.records import Table, names_that_may_change
 from jaxrl_llm.errors import UserError, check_local
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.machine.distributed import agreement
-from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.checkpoint import SAVED, has_checkpoint
 from jaxrl_llm.session.lock import LOCK
 
@@ -90,7 +90,7 @@ def check_log(workdir: Path, start: int, checkpoint_every: int) -> None:
     the run had no checkpoint yet, or if the log ends before the checkpoint. Raises: UserError, if `start` is 0 although
     a checkpoint was complete.
     """
-    last_step = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
+    last_step = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl", quiet=True)), default=0)
     if last_step < start:
         print(
             f"note: {workdir / 'metrics.jsonl'} ends at step {last_step}, before the checkpoint of step {start}: the "

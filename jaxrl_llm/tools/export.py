@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.machine import bucket, meshes
+from jaxrl_llm.machine import bucket, disk, meshes
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.session import model_card
 from jaxrl_llm.session.lock import locked
@@ -35,13 +35,11 @@ def main() -> None:
         raise UserError("--to DIR or --push-to ORG/NAME is missing: set one of them, or both")
     if args.private and not args.push_to:
         raise UserError("--private has no effect without --push-to: remove it, or add --push-to ORG/NAME")
-    bucket.check_output("--to", args.to)
+    disk.check_output_folder("--to", args.to)
     run = SavedRun(args.workdir)
     step = run.find(args.step)
     if args.adapter and not (run.adapters and run.adapters.peft):
         raise UserError(f"--adapter: the run in {args.workdir} has no adapters that PEFT can load: remove --adapter")
-    if args.to and args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
-        raise UserError(f"--to {args.to} exists and is not empty: name a new folder")
     if args.push_to:
         hub.open_repo(args.push_to, private=args.private)
     with ExitStack() as resources:

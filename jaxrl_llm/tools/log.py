@@ -13,8 +13,8 @@ from pathlib import Path
 from jaxrl_llm import loggers
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.errors import Parser, UserError, run_main, summarize_error
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.machine import bucket
-from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.log import samples_of
 from jaxrl_llm.session.saved_run import config_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import MissingHere, PeerLost, UserError
-from jaxrl_llm.machine import bucket
+from jaxrl_llm.machine import bucket, disk
 from jaxrl_llm.models import hf
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "1+2", "answer": "3"}]
@@ -89,7 +89,7 @@ def test_a_bucket_that_does_not_answer_is_tried_again_by_launchers(error, kind):
 
 def test_a_tool_writes_into_no_bucket(refused):
     with refused("--to"):
-        bucket.check_output("--to", Path("gs://b/x"))
+        disk.check_output("--to", Path("gs://b/x"))
 
 
 def test_a_missing_package_for_a_bucket_is_named_with_its_command(refused, monkeypatch):

@@ -27,6 +27,7 @@ from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.structs import Config
+from jaxrl_llm.tools import __main__ as tools
 from jaxrl_llm.tools import serve_vllm
 
 MODEL = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
@@ -610,6 +611,30 @@ def test_evaluation_is_refused_for(refused, monkeypatch, argv, words):
     monkeypatch.setattr(sys, "argv", ["evaluate", f"--model={MODEL}", *argv.split()])
     with refused(words):
         evaluate.main()
+
+
+# ---- outputs of tools
+
+
+@table("program argv", {
+    "a page of a step": ("replay", "--run run --step 1 --to"),
+    "the arrays of a step": ("replay", "--run run --step 1 --export"),
+    "a page of runs": ("report", "run --to"),
+    "a page of an evaluation": ("evaluate", "--run run --page"),
+    "a model": ("export", "run --to"),
+    "a config": ("translate", "trl.py --to"),
+})  # fmt: skip
+def test_an_output_that_cannot_be_written_is_refused_before_the_work_for(place, refused, monkeypatch, program, argv):
+    """The run does not exist, so a program that begins its work is refused for another reason."""
+    (place / "folder.py").mkdir()
+    (place / "folder.py" / "file.py").touch()
+    flag = argv.split()[-1]
+    outputs = ["gs://b/x.py", "folder.py"]
+    outputs += ["folder.py/file.py/x.py"] + ["nowhere/x.py"] * (program != "export")
+    for output in outputs:
+        monkeypatch.setattr(sys, "argv", [f"jaxrl {program}", *argv.split(), output])
+        with refused(flag):
+            tools.program(program)()
 
 
 # ---- runs that stop

@@ -8,10 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import advantages, losses
+from jaxrl_llm.config.load import load
+from jaxrl_llm.recipe import missing
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +99,23 @@ def test_a_tutorial_runs_as_it_is_written(page, tmp_path):
     assert re.findall(r"^step +(\d+)  right ", done.stdout, re.MULTILINE) == ["0", "2"]
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "hf" / "model.safetensors").is_file()
+
+
+def test_the_configs_of_the_page_on_environments_are_complete(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "environments.md").read_text()
+    files = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", text, re.DOTALL))
+    snippets = re.findall(r"```python\n# in get_config of my_config\.py.*?\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 3
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, source in files.items():
+        (tmp_path / name).write_text(source)
+    for snippet in ("", *snippets):
+        config = files["my_config.py"].replace("    return c", f"{indent(snippet, '    ')}    return c")
+        (tmp_path / "my_config.py").write_text(config)
+        with missing.collected() as lines:  # such as the model of a hub
+            recipe = recipes.read(load(tmp_path / "my_config.py").lock())
+        assert recipe.turns and recipe.turns.most == 4
+        assert all("websockets" in line for line in lines), lines
 
 
 def test_no_page_has_a_gap_that_a_number_was_to_fill():

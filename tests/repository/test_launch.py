@@ -157,12 +157,14 @@ def test_a_preempted_slice_is_requested_again_and_the_run_resumes(desk, clean):
 
 
 def test_several_slices_are_one_request_whose_nodes_all_run(desk):
-    status, out = desk.launch("tpu_pod", "--slices", str(WORKERS), "--spot", trainer=["--config.mesh.data=2"])
+    status, out = desk.launch(
+        "tpu_pod", "--slices", str(WORKERS), "--spot", trainer=["--config", "c.py", "--config.mesh.data=2"]
+    )
     assert status == 0, out
     assert desk.asked() == "create" and desk.starts() == [1] * WORKERS
     (request,) = (line for line in desk.lines("log") if " create " in line)
     assert f"--node-count={WORKERS} --node-prefix=tpu" in request and "--node-id" not in request
-    workdir = ["--workdir", "runs/tpu", "--distributed", "auto", "--config.mesh.data=2"]
+    workdir = ["--workdir", "runs/tpu", "--distributed", "auto", "--config", "c.py", "--config.mesh.data=2"]
     assert desk.argv(desk.bucket / "tpu") == [workdir] * WORKERS
 
 
@@ -327,7 +329,8 @@ REFUSED = {  # options of a script, and what its message names
         "'--name --zone' z": "--name --zone", f"{VM} --config c.py": "--config",
         f"{VM} --type v5litepod-16": "v5litepod-16", f"{VM} --sync 5m": "5m",
         f"{VM} --env-file /etc/passwd": "/etc/passwd", f"{VM} --env-file none": "none",
-        f"{VM} -- --workdir gs://b/n": "--workdir",
+        f"{VM} -- --workdir gs://b/n": "--workdir", f"{VM} --workdir gs://b/n": "gs://b/n",
+        f"{VM} -- --config.num_steps=3": "--config",
     },
     "tpu_pod.sh": {
         "--zone z --type v6e-16": "--name", "--name n --type v6e-16": "--zone", VM: "--type",
@@ -367,6 +370,30 @@ def test_a_wrong_option_exits_2_with_one_line_that_names_it(script, wording):
         assert (done.returncode, done.stdout) == (2, ""), options
         assert len(done.stderr.splitlines()) == 1 and named in done.stderr
         wording(done.stderr)
+
+
+DOCTOR = """printf '%s\\n' "$@" > "$CLOUD/doctor"
+case "$*" in *num_stepz*) echo "error: config.num_stepz is not a field" >&2; exit 2 ;; *) exit 3 ;; esac"""
+
+
+@pytest.mark.parametrize("script", LAUNCHES)
+def test_a_config_is_checked_before_machines_are_requested(desk, script, wording):
+    (desk.checkout / ".venv" / "bin").mkdir(parents=True)
+    executable(desk.checkout / ".venv" / "bin" / "python", DOCTOR)
+    fields = ["--config", "a b.py", "--config.seed", "1", "--config.p=x y"]
+    for options in ((), ("--dry-run",)):
+        status, out = desk.launch(script, *options, trainer=["--config", "c.py", "--config.num_stepz=3"])
+        assert status == 2 and len(out.splitlines()) == 1 and desk.lines("log") == []
+        wording(out)
+    # Rows and packages may be on the machines alone, so exit code 3 of the doctor is no error.
+    desk.plan(script, trainer=["--debug", *fields])
+    assert desk.lines("doctor") == ["-m", "jaxrl_llm.tools", "doctor", *fields]
+
+
+def test_a_pod_can_write_into_a_bucket_without_a_mount(desk):
+    options = ["--name", "n", "--zone", "z", "--type", "v5litepod-16", "--workdir", "gs://b/n", "--dry-run"]
+    status, out = desk.run(desk.checkout / "launch" / "tpu_pod.sh", *options)
+    assert status == 0 and "--workdir gs://b/n " in out and "gcsfuse" not in out
 
 
 @pytest.mark.parametrize("script", ["tpu_vm", "tpu_pod"])

@@ -17,7 +17,7 @@ JOBSET = ["--name", "grpo", "--image", "host/jaxrl_llm:1", "--accelerator", "tpu
           "--topology", "4x4", "--nodes", "4"]  # fmt: skip
 DISKS = (
     "--bucket gs://b/", "--pvc claim --spot",
-    "--bucket b --service-account sa --spot --slices 2 -- --config.mesh.data=2",
+    "--bucket b --service-account sa --spot --slices 2 -- --config c.py --config.mesh.data=2",
 )  # fmt: skip
 
 

@@ -194,6 +194,13 @@ def test_a_change_of_the_samples_or_without_its_inputs_is_refused(run, change, w
         read_changes(run, dict([change.split("=")]))
 
 
+def test_a_step_whose_record_cannot_be_read_is_refused(tmp_path, refused):
+    (tmp_path / "config.json").write_text(json.dumps(load("grpo").to_dict()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with refused("--step 2", "metrics.jsonl"):
+        find_start(tmp_path, 2)
+
+
 @pytest.mark.parametrize("step", [0, 4])
 def test_a_step_that_the_run_has_not_made_is_refused(run, step):
     with pytest.raises(UserError, match=f"--step {step}"):

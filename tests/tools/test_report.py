@@ -25,7 +25,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.bands import Band, make_bands
-from jaxrl_llm.session.json_lines import remove_after
+from jaxrl_llm.health.json_lines import remove_after
 from jaxrl_llm.tools.report import __main__ as report
 from jaxrl_llm.tools.report import axis, curves, page, tables, thinning, traces
 from jaxrl_llm.tools.report.runs import read_all
@@ -282,6 +282,21 @@ def test_the_server_shows_new_steps_and_answers_only_this_machine(tmp_path):
         with pytest.raises(UserError, match="the port cannot be used"):
             PageServer([folder], server.server_port)
         server.shutdown()
+
+
+def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path, monkeypatch, capsys, wording):
+    folder = write(tmp_path, run())
+    groups = [json.dumps(GROUP | {"step": step, "completions": [f"text {step}", "x"]}) for step in range(1, 6)]
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    for name, lines in {"metrics": metrics, "completions": groups[:-1]}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join([*lines[:2], "\0{]", *lines[2:], "{]", ""]))
+    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+    report.main()
+    told = capsys.readouterr().out.splitlines()[:-1]
+    text = (folder / "report.html").read_text()
+    assert "40 of 40" in text and "text 1" in text and "text 4" in text
+    assert "2 damaged lines of metrics.jsonl" in text and "2 damaged lines of completions.jsonl" in text
+    wording("\n".join(told))
 
 
 def test_a_served_page_judges_each_record_once_and_a_run_that_goes_back_anew(tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from ...errors import UserError
+from .. import json_lines
 from ..finding import Finding, LogRecord
-from .files import FILES, METRICS, SHOWN, steps, whole_lines
+from .files import FILES, METRICS, SHOWN, steps
 from .names import KNOWN, by_rollouts, renamed
 
 KNOWN_LOGS = (
@@ -46,7 +47,7 @@ def read(path: Path, *other_paths: Path) -> list[LogRecord]:
     some of its steps; "at" is the step in its log. Raises: UserError, if there is no log or it cannot be read.
     """
     if not other_paths and read_health_section(path) is not None and (path / METRICS).is_file():
-        return _read_records(path / METRICS)
+        return json_lines.read(path / METRICS)
     rows = dict[int, dict[str, float]]()
     for file in (path, *other_paths):
         for step, row in _read_steps(file).items():
@@ -56,18 +57,6 @@ def read(path: Path, *other_paths: Path) -> list[LogRecord]:
         known_names = ", ".join(KNOWN)
         raise UserError(f"{path} has no metric that a health rule reads, such as {known_names}: use the log of a run")
     return records
-
-
-def _read_records(file: Path) -> list[dict[str, Any]]:
-    """Returns the records in a JSON-lines file of jaxrl_llm. Raises: UserError, naming a line that cannot be read."""
-    lines = []
-    for number, line in enumerate(whole_lines(file), 1):
-        try:
-            lines.append(json.loads(line))
-        except ValueError as error:
-            remedy = "restore the file, or remove this line and all later lines"
-            raise UserError(f"{file}: line {number} cannot be read ({error}): {remedy}") from error
-    return lines
 
 
 def _read_steps(path: Path) -> dict[int, dict[str, float]]:
@@ -90,8 +79,10 @@ def _runs_in_folder(path: Path) -> list[Path]:
     return sorted(file.parent for file in path.glob("*/config.json") if read_health_section(file.parent) is not None)
 
 
-def initial_findings(workdir: Path) -> list[Finding]:
-    """Returns the findings that the self-test of a run wrote to health.jsonl before the first step."""
-    file = workdir / "health.jsonl"
-    lines = _read_records(file) if file.is_file() else []
+def initial_findings(workdir: Path, *, quiet: bool = False) -> list[Finding]:
+    """Returns the findings that the self-test of a run wrote to health.jsonl before the first step.
+
+    Prints how many lines of the file cannot be read, unless quiet.
+    """
+    lines = json_lines.read(workdir / "health.jsonl", quiet=quiet)
     return [Finding(**{name: x for name, x in line.items() if name != "step"}) for line in lines if not line["step"]]

@@ -76,6 +76,8 @@ def _connect(address: str) -> None:
         coordinates = dict(coordinator_address=match[1], process_id=int(match[2]), num_processes=int(match[3]))
     elif address != "auto":
         raise UserError(f"--distributed {address}: must be auto, or HOST:PORT,INDEX/COUNT")
+    if coordinates and coordinates["process_id"] >= coordinates["num_processes"]:
+        raise UserError(f"--distributed {address}: INDEX counts from 0, so it must be less than COUNT")
     # JAX must not handle SIGTERM, because `session.signals` does.
     jax.config.update("jax_enable_preemption_service", False)
     # A CPU could run two programs at the same time, in a different order in each process, which would mix up their

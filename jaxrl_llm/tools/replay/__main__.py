@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
-from jaxrl_llm.machine import bucket
+from jaxrl_llm.machine import disk
 from jaxrl_llm.tools.replay import from_file, step_file
 from jaxrl_llm.tools.replay.record import StepRecord, WhatIf
 from jaxrl_llm.tools.replay.steps import ABSOLUTE, RELATIVE, compared_names, is_close, step
@@ -77,7 +77,7 @@ def parse() -> Namespace:
         if "=" not in change:
             raise UserError(f"--change {change}: must be FIELD=VALUE, such as loss.clip_high=0.28")
     for flag in ("to", "export"):
-        bucket.check_output(f"--{flag}", getattr(args, flag))
+        disk.check_output(f"--{flag}", getattr(args, flag))
     return args
 
 

@@ -18,11 +18,12 @@ from jaxrl_llm.build import Parts, make_run, opened_run
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import resolve, split_call
 from jaxrl_llm.errors import UserError, check_local
+from jaxrl_llm.health import json_lines
 from jaxrl_llm.machine import bucket, disk
 from jaxrl_llm.recipe.missing import collected
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.rollout.actor import Actor, WeightLease
-from jaxrl_llm.session import alike, changes, checkpoint, json_lines
+from jaxrl_llm.session import alike, changes, checkpoint
 from jaxrl_llm.session.changes import Change, ChangedInputs
 from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.session.rollback import Decision, Rollbacks
@@ -76,9 +77,11 @@ def find_start(run: Path, step: int) -> ReplayStart:
     if not hasattr(config, "group_size"):
         raise UserError(f"--run {folder} is a run of sft, which samples nothing: use a run of train")
     last = max(records, default=0)
-    if not 1 <= step <= last or step not in records:
+    if not 1 <= step <= last:
         progress = f"its last step is {last}" if last else "it has made no step yet"
         raise UserError(f"--step {step}: {address or run} has no such step; {progress}: use a step from 1 to {last}")
+    if step not in records:
+        raise UserError(f"--step {step}: {folder / 'metrics.jsonl'} has no record of this step: use another step")
     root = bucket.as_path(address) if address else run
     checkpoints, files = root / "checkpoints", SampleFiles(root / FOLDER)
     saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None

@@ -6,9 +6,10 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.machine import bucket, extras
-from jaxrl_llm.tools.report.runs import read_config
+from jaxrl_llm.errors import Parser, UserError, printable, run_main
+from jaxrl_llm.health import json_lines
+from jaxrl_llm.machine import bucket, disk, extras
+from jaxrl_llm.tools.report.runs import Reader, read_config
 
 DESCRIPTION = (
     "Makes one HTML page about one or several runs, which may still be running: findings of the health rules, curves, "
@@ -32,7 +33,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     extras.require("plotly", "report", "the page")
-    bucket.check_output("--to", args.to)
+    disk.check_output("--to", args.to)
     in_bucket = [address for path in args.workdirs if (address := bucket.address(path))]
     if in_bucket and not args.to:
         raise UserError(
@@ -52,7 +53,13 @@ def write(workdirs: Sequence[Path], file: Path) -> None:
     """Writes the page to a file. Raises: UserError, if a run cannot be read or the file cannot be written."""
     from jaxrl_llm.tools.report import page  # it imports plotly
 
-    text = page.render(workdirs)
+    read_config(workdirs[0])  # first, because the default file is in this folder
+    disk.check_output("--to", file)
+    readers = dict[Path, Reader]()
+    text = page.render(workdirs, readers=readers)
+    for workdir, reader in readers.items():
+        for name, count in (+reader.damaged).items():
+            print(printable(json_lines.left_out(str(workdir / name), count)))
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jaxrl_llm.errors import UserError
 
@@ -49,27 +47,15 @@ class Lines:
                         break
                     if line.strip():
                         yield self._end, line
-                    # The position moves after the yield, so that a line that cannot be parsed is read and reported
-                    # again.
                     self._end, self._last = self._end + len(line), line
         except OSError as error:
             raise UserError(f"{self.file} cannot be read ({error}): restore the file") from error
 
-    def parse(self, line: bytes) -> dict[str, Any]:
-        """Returns the JSON object in a line. Raises: UserError, if the line holds none."""
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{self.file} cannot be read ({error}): restore the file") from error
-        if not isinstance(value, dict):
-            raise UserError(f"{self.file} cannot be read (a line is no JSON object): restore the file")
-        return value
-
-    def line(self, offset: int) -> dict[str, Any]:
-        """Returns the JSON object in the line at an offset. Raises: UserError, if the line holds none."""
+    def line(self, offset: int) -> bytes:
+        """Returns the line at an offset. Raises: UserError, if the file cannot be read."""
         try:
             with self.file.open("rb") as file:
                 file.seek(offset)
-                return self.parse(file.readline())
+                return file.readline()
         except OSError as error:
             raise UserError(f"{self.file} cannot be read ({error}): restore the file") from error

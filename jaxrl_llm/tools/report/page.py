@@ -79,6 +79,7 @@ def card(run: ReportedRun) -> list[tuple[str, str]]:
     for rollback in Rollbacks(run.workdir).read():
         rows.append((f"step {rollback.step:,}", f"rolled back to step {rollback.to:,}: {rollback.finding['id']}"))
     rows += [(f"step {change.after_step:,}", f"accepted: {change}") for change in changes.read(run.workdir)]
+    rows += [("left out", f"{count:,} damaged lines of {name}") for name, count in run.damaged.items()]
     return [*rows, ("last record", _time((run.workdir / FILES[1]).stat().st_mtime))]
 
 

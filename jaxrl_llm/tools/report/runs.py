@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import logs
+from jaxrl_llm.health import json_lines, logs
 from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
 from jaxrl_llm.health.history import RECENT_STEPS, START_STEPS
 from jaxrl_llm.health.judge import FindingSpan, Judge
@@ -51,6 +52,7 @@ class ReportedRun(NamedTuple):
     groups: list[dict[str, Any]]  # first, middle and last group of completions.jsonl
     settings: SettingsReport
     wrote: list[str]  # ids of findings in health.jsonl that the rules of this version do not find
+    damaged: Counter[str]  # {file: number of its lines that cannot be read}, without files that are whole
 
     @property
     def last(self) -> int:
@@ -81,7 +83,7 @@ class ReportedRun(NamedTuple):
 def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[ReportedRun]:
     """Reads runs. readers: readers of an earlier call, which read only new records; None for the first call.
 
-    Raises: UserError, for too many runs, or for a folder that is no run, has no record yet, or has a broken file.
+    Raises: UserError, for too many runs, or for a folder that is no run or has no record yet.
     """
     readers = {} if readers is None else readers
     if len(workdirs) > len(LETTERS):
@@ -104,27 +106,36 @@ class Reader:
         self._records, self._judge = list[LogRecord](), Judge(*self._rules)
         # Only the offsets of the groups' lines are kept, because completions.jsonl may have gigabytes.
         self._groups = list[int]()
+        # Lines of each file that cannot be read; of completions.jsonl only those that a page would have shown.
+        self.damaged = Counter[str]()
 
     def read(self, letter: str, name: str) -> ReportedRun:
-        """Reads new records, and returns the run. Raises: UserError, for a folder without a run, or a broken file."""
+        """Reads new records, and returns the run. Raises: UserError, for a folder without a run."""
         config = read_config(self._workdir)
-        rules = config.health.to_dict(), logs.initial_findings(self._workdir)
+        rules = config.health.to_dict(), logs.initial_findings(self._workdir, quiet=True)
         # All records are judged again if bounds have changed, or if the self-test has ended since the last call.
         if rules != self._rules:
             self._metrics = Lines(self._metrics.file)
         if self._metrics.begin():
             self._rules, self._records, self._judge = rules, [], Judge(*rules)
+            self.damaged[logs.METRICS] = 0
         for _, line in self._metrics.new():
-            record = self._metrics.parse(line)
+            if (record := json_lines.parse(line)) is None:
+                self.damaged[logs.METRICS] += 1
+                continue
             self._judge.add(record)
             self._records.append(record)
+        if not self._records and self.damaged[logs.METRICS]:
+            raise UserError(f"{self._metrics.file} has no line that can be read: restore the file")
         if not self._records:
             raise UserError(f"{self._workdir} has no record yet: wait for its first step")
         ids = {span.finding.id for span in self._judge.spans()}
         findings_file = Lines(self._workdir / "health.jsonl")
         findings_file.begin()
-        outdated = sorted({findings_file.parse(line)["id"] for _, line in findings_file.new()} - ids)
+        findings = [json_lines.parse(line) for _, line in findings_file.new()]
+        outdated = sorted({finding["id"] for finding in findings if finding is not None} - ids)
         groups, settings = self._shown(), read_settings(config)
+        self.damaged[findings_file.file.name] = findings.count(None)
         # The list is copied, because it grows at the next call, while a page may still use it.
         records = list(self._records)
         return ReportedRun(
@@ -137,15 +148,24 @@ class Reader:
             groups=groups,
             settings=settings,
             wrote=outdated,
+            damaged=+self.damaged,
         )
 
     def _shown(self) -> list[dict[str, Any]]:
-        """Returns the first, the middle and the last group of completions in the log."""
+        """Returns the first, the middle and the last group of completions in the log that can be read."""
         if self._completions.begin():
-            self._groups = []
+            self._groups, self.damaged[self._completions.file.name] = [], 0
         self._groups += [offset for offset, line in self._completions.new() if b'"completions": []' not in line]
-        last = len(self._groups) - 1
-        return [self._completions.line(self._groups[i]) for i in sorted({0, (last + 1) // 2, last}) if last >= 0]
+        while self._groups:
+            last = len(self._groups) - 1
+            chosen = [self._groups[i] for i in sorted({0, (last + 1) // 2, last})]
+            groups = {offset: json_lines.parse(self._completions.line(offset)) for offset in chosen}
+            damaged = {offset for offset, group in groups.items() if group is None}
+            if not damaged:
+                return [group for group in groups.values() if group]
+            self._groups = [offset for offset in self._groups if offset not in damaged]
+            self.damaged[self._completions.file.name] += len(damaged)
+        return []
 
 
 def read_config(workdir: Path) -> Config:

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
+from jaxrl_llm.machine import disk
 from jaxrl_llm.tools.translate import images, readers, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Translation, translate
 from jaxrl_llm.tools.translate.table import SENTENCES
@@ -26,14 +27,15 @@ def main() -> None:
 
 def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     """Translates a file, writes or prints the config, and prints what became of its keys. Returns the exit code."""
+    if to and to.suffix != ".py":
+        raise UserError(f"--to {to}: must be a new file that ends with .py")
+    disk.check_output("--to", to)
     source = readers.read(file)
     if processes and not source.table.name.startswith("TRL"):
         raise UserError(
             f"--processes {processes} has no effect, because the batch of {source.table.name} counts all processes: "
             "leave --processes out"
         )
-    if to and to.suffix != ".py":
-        raise UserError(f"--to {to}: must be a new file that ends with .py")
     translation = translate(
         source.table, source.keys, rows=rows, processes=processes, referred=source.referred, pinned=source.pinned
     )

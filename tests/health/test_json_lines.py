@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from jaxrl_llm.session.json_lines import read, remove_after
+from jaxrl_llm.health.json_lines import read, remove_after
 
 
 def test_a_log_is_cut_back_at_newlines_alone(tmp_path):
@@ -33,12 +33,15 @@ def test_a_log_larger_than_the_memory_can_be_cut_back(tmp_path):
 @pytest.mark.parametrize(
     "rest", [b"\0\0\0\0\n", b'{"step": 2, "te\n', b"7\n", b'{"text": 2}\n', b'{"step": null}\n', b"\xff\n"]
 )
-def test_a_log_is_cut_at_a_line_that_cannot_be_read_and_the_line_is_named(tmp_path, rest):
+def test_a_line_that_cannot_be_read_is_left_out_and_counted(tmp_path, rest, capsys, wording):
     log, whole = tmp_path / "log", b'{"step": 0}\n{"step": 1}\n'
-    log.write_bytes(whole + rest + b'{"step": 3}\n')
-    assert read(log) == [{"step": 0}, {"step": 1}]
+    log.write_bytes(whole + rest + b'{"step": 3}\n{"step": 7}\n')
+    assert read(log) == [{"step": 0}, {"step": 1}, {"step": 3}, {"step": 7}]
+    wording(capsys.readouterr().err)
     assert "line 3 " in remove_after(log, 5)
-    assert log.read_bytes() == whole
+    assert log.read_bytes() == whole + b'{"step": 3}\n'  # a resumed run writes the later step again
+    assert [*tmp_path.iterdir()] == [log]
     assert remove_after(log, 5) == remove_after(log, 0) == "" == remove_after(tmp_path / "none", 5)
     log.write_bytes(whole + rest.strip(b"\n"))  # a process that was killed in a line leaves this
-    assert remove_after(log, 5) == "" and log.read_bytes() == whole
+    assert read(log) == [{"step": 0}, {"step": 1}]
+    assert remove_after(log, 5) == capsys.readouterr().err == "" and log.read_bytes() == whole
