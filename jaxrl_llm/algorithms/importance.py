@@ -47,6 +47,10 @@ def make_importance_weights(
     def correct(
         trainer: Float[Array, "B G C"], sampler: Float[Array, "B G C"], mask: Bool[Array, "B G C"]
     ) -> tuple[Array, Metrics]:
+        """Returns the weights of the tokens in the loss [B, G, C], and metrics of the ratios.
+
+        trainer, sampler: log-probabilities of the sampled tokens. mask: True on trained tokens.
+        """
         # The weights are constants of the loss: no gradient flows through them.
         d = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)
         log_weights = {"token": d, "sequence": jnp.sum(d, axis=-1, keepdims=True), "geometric": sequence_mean(d, mask)}[

@@ -337,6 +337,10 @@ def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) ->
     shards, itemsize, microbatch = sharding.prompt_shards(models.mesh), jnp.dtype(cfg.dtype).itemsize, sizes.at_once
 
     def seconds(shape: Shape, prompt_tokens: int, parts: np.ndarray) -> float:
+        """Estimates the seconds of scoring and updates with packed rows of this shape.
+
+        parts: number of micro-batches that each prompt is in.
+        """
         rows, width = shape
         # A multiplication and an addition for each parameter and token; attention has two products per pair of tokens.
         matrix_flops = 2 * active_parameters * (prompt_tokens + rows * width)

@@ -123,6 +123,7 @@ def spike_bound() -> Coefficient:
         return jnp.where(is_informative, jnp.stack([recent_mean, mean, mean_square, new_count]), state)
 
     def bound(state: Array) -> jax.Array:
+        """Returns the largest gradient norm that noise explains; 0 (no bound) before MIN_NORMS norms."""
         _, _, mean_square, count = state
         k = jnp.maximum(count - MIN_NORMS, 0.0) + 2
         # `noise.level` computes the same by a small difference, which float32 cannot hold, so use its closed form.

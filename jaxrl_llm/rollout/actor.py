@@ -223,6 +223,7 @@ class Actor:
         return self._check.ask() if self._check else None
 
     def _sample(self, step: int) -> Samples:
+        """Samples the completions of a step, and stores the position in the data after them."""
         # Small arrays go to the engine's device, because on the trainer's devices they would wait for its programs.
         with jax.default_device(self._device):
             # An attempt's number counts down from 2**32. Steps are below 2**31, so the two never meet in a key.

@@ -281,6 +281,7 @@ class Checkpoints:
             self.tidy()
 
     def _remove_steps(self, steps: Iterable[int]) -> None:
+        """Deletes the checkpoints of these steps."""
         for step in steps:
             if self._in_bucket and distributed.first():
                 # The file COMMITTED is deleted first, because a checkpoint without it does not count. Orbax deletes the
@@ -331,6 +332,7 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
+        """Turns an error of saving into a UserError, or into PeerLost if another try may succeed."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, UserError):  # these are not disk errors

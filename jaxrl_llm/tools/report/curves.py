@@ -125,6 +125,7 @@ def _curve(run_index: int, run: ReportedRun, metric: str) -> Curve | None:
 
 
 def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
+    """Returns the plot of a panel: curves of its metrics, bands of healthy values, and spans of findings."""
     several = len({curve.metric for curve in curves}) > 1
     bands_by_run = {
         # A plot of several metrics has no bands, because no reader could tell to which metric a band belongs.
@@ -162,6 +163,7 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
 
 
 def _layout(panel: Panel, last: int, axis: Axis) -> dict[str, Any]:
+    """Returns Plotly's layout of a panel. last: last step of all runs."""
     form = panel.form
     if form.endswith("%") and axis.span > 0.05:
         form = ".0%"
