@@ -92,7 +92,9 @@ class RewardFn:
         ask = self._call_in_children if self._timeout else self._call_in_process
         answers = ask(flat_rows, flat_texts, flat_ids)
         channels = {name: np.asarray(answers[name].values, np.float32).reshape(shape) for name in self._functions}
-        metrics = {f"{name}/{key}": x for name, answer in answers.items() for key, x in answer.metrics.items()}
+        metrics = {
+            f"{name}/{metric}": value for name, answer in answers.items() for metric, value in answer.metrics.items()
+        }
         total = weighted_sum(list(channels.values()), self._weights, shape)
         return GradedCompletions(texts, Rewards(total, channels), columns.get("turns", []), metrics)
 
