@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # {name in config.json
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# From this number of token rows on, a product with a transposed kernel is fast enough without a barrier.
+# Number of token rows from which a product with a transposed kernel is fast enough without a barrier.
 MATERIALIZED_ROWS = 128
 
 

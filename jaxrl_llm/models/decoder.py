@@ -246,8 +246,8 @@ class Decoder:
     ) -> tuple[jax.Array, PyTree]:
         """Runs completion rows [B, N, T] after prompts whose keys and values `prefill` has computed.
 
-        prompt_cache: keys and values of the prompts, from `prefill`. collect: what to return of the routing of each
-        layer, None = nothing. Returns hidden states [B, N, T, D], and the results of `collect`.
+        prompt_cache: keys and values of the prompts, from `prefill`. collect: function of the routing of each layer,
+        whose results are returned; None = no results. Returns hidden states [B, N, T, D], and the results of `collect`.
         """
         after_prompt, images = jnp.sum(prompt.mask, axis=-1)[:, None, None] + rows.positions, prompt.images
         angles = self._angles(after_prompt if images is None else images.end[:, None, None] + rows.positions)

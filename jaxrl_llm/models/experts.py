@@ -22,7 +22,7 @@ from jaxrl_llm.structs import Array
 
 
 class Routing(NamedTuple):
-    """The decisions of a layer's router for each token: which experts compute it."""
+    """The experts that a layer's router chooses for each token, and its probabilities."""
 
     probabilities: Array  # [tokens ..., experts] float32, the router's softmax
     chosen: Array  # [tokens ..., chosen] int32, numbers of the chosen experts

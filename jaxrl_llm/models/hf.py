@@ -295,7 +295,7 @@ def _folder_table(family: str, tensor_files: dict[str, Any]) -> TensorNames:
 
 
 def _unsupported_family(family: str, settings: dict[str, Any], families: list[str]) -> str:
-    """Returns the end of the error for a model_type that this package lacks: what to use instead."""
+    """Returns the end of the error for a model_type that this package lacks, with the models to use instead."""
     if family not in TEXT_FAMILIES and "vision_config" not in settings:
         remedy = (
             "use one of these, or set model.family to your own function that reads this config.json (docs/models.md)"

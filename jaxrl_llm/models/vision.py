@@ -331,9 +331,10 @@ class PositionTable(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """A norm, and an MLP that turns the patches of a merged token into one vector.
+    """The last part of a tower: a norm, and an MLP that turns the patches of a merged token into one vector.
 
-    norm_after_merge: whether the norm covers the patches of a merged token together; False = each patch alone.
+    A merged token is a square of merge_size x merge_size patches. norm_after_merge: whether the norm covers the patches
+    of a merged token together; False = each patch alone.
     """
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, *, norm_after_merge: bool = False):
@@ -344,10 +345,10 @@ class Merger(nnx.Module):
         self.up = biased(merged_width, merged_width)
         self.down = biased(merged_width, cfg.width)
 
-    def __call__(self, x: Array) -> jax.Array:
-        """Returns the vectors [B, M, D] of merged tokens for patches [B, N, E]."""
-        shape = (len(x), -1, self.up.in_features)
-        merged = self.norm(x.reshape(shape)) if self.norm_after_merge else self.norm(x).reshape(shape)
+    def __call__(self, patches: Array) -> jax.Array:
+        """Returns vectors [B, M, D] of the M merged tokens of each prompt, from its N patches [B, N, E]."""
+        shape = (len(patches), -1, self.up.in_features)
+        merged = self.norm(patches.reshape(shape)) if self.norm_after_merge else self.norm(patches).reshape(shape)
         return self.down(TOWER_ACTIVATIONS["gelu"](self.up(merged)))
 
 
@@ -360,13 +361,14 @@ class MeanMerger(nnx.Module):
         self.mean_norm = UnitOffsetRMSNorm(replace(cfg, norm_eps=vision.norm_eps), vision.width)
         self.projection = linear(cfg, vision.width, cfg.width, rngs=rngs)
 
-    def __call__(self, x: Array) -> jax.Array:
-        """Returns the vectors [B, M, D] of merged tokens for patches [B, N, E]."""
-        patches = self.norm(x).reshape(len(x), -1, self.patches, x.shape[-1])
-        return self.projection(self.mean_norm(jnp.mean(patches, axis=2)))
+    def __call__(self, patches: Array) -> jax.Array:
+        """Returns vectors [B, M, D] of the M merged tokens of each prompt, from its N patches [B, N, E]."""
+        by_merged_token = self.norm(patches).reshape(len(patches), -1, self.patches, patches.shape[-1])
+        return self.projection(self.mean_norm(jnp.mean(by_merged_token, axis=2)))
 
 
 def _norm(cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, size: int) -> nnx.RMSNorm | nnx.LayerNorm:
+    """Returns the tower's kind of norm, over vectors of `size` numbers."""
     options: dict[str, Any] = dict(epsilon=vision.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
     if not vision.layer_norm:
         return nnx.RMSNorm(size, **options)

@@ -205,7 +205,7 @@ class Checkpoints:
                 if folder.name.isdecimal()
                 else folder
                 for folder in self._deleted.iterdir()
-                # Without a running thread, a folder with a unique name is left of an earlier, killed process.
+                # A folder with a unique name is deleted by a running thread, or is left of a process that was killed.
                 if folder.name.isdecimal() or not self._removals
             ]
             if folders:
