@@ -51,10 +51,11 @@ class WeightCopier:
         """Returns the copy of `params`."""
         # A single program would need memory for the gathered stack of layers and for the list of layers together.
         layers = [
-            self._move(self._copy_layer(params["layers"], np.int32(i)), self._layer_shardings)
-            for i in range(self._model.cfg.layers)
+            self._move(self._copy_layer(params["layers"], np.int32(number)), self._layer_shardings)
+            for number in range(self._model.cfg.layers)
         ]
-        return {**self._move(self._copy_outer(_without_layers(params)), self._outer_shardings), "layers": layers}
+        outer = self._move(self._copy_outer(_without_layers(params)), self._outer_shardings)
+        return {**outer, "layers": layers}
 
     def shapes(self, params: PyTree) -> PyTree:
         """Returns the shapes and shardings of the copy. params: parameters or their shapes."""
