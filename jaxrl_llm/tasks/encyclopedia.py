@@ -132,6 +132,7 @@ def _rows(questions: list[Question]) -> list[dict[str, Any]]:
 
 
 def _row(question: Question) -> dict[str, Any]:
+    """Returns the row of a question: a chat with the question, and the answer."""
     return {"prompt": [{"role": "user", "content": question.text}], "answer": question.answer}
 
 
