@@ -102,7 +102,7 @@ def alarm(
     """Returns the finding of a check.
 
     check: id of the check (S1, S2, ...). id: id of the finding. evidence, cause, fix: texts that the user reads.
-    failures: ids of the failures in docs/failures.md, such as "F14".
+    failures: ids on the page of failures, such as F1.
     """
     source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(severity=severity, evidence=evidence, cause=cause, fix=fix, reference=source, id=id)
