@@ -59,6 +59,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Samples and judges completions of a model or a checkpoint, and prints the scores."""
     args = parse()
     enable_compilation_cache()
     run = SavedRun(args.run) if args.run else None

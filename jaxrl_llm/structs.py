@@ -32,17 +32,18 @@ Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no stat
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Images:
-    """The images of a batch's prompts, cut into patches. F: numbers of a patch.
+    """The images of a batch's prompts, cut into patches: small squares of pixels, the input of the vision tower.
 
-    Patches whose numbers become one token stand together. A prompt without images has padding only.
+    B: prompts; N: patches of a prompt; F: numbers of a patch; M: image tokens of a prompt. Patches whose numbers become
+    one token stand together. A prompt without images has padding only.
     """
 
     patches: AnyArray  # [B, N, F] uint8, F = 3 * patch * patch, the channel first
     places: AnyArray  # [B, N, 2] int32, row and column of each patch in its image
     segments: AnyArray  # [B, N] int32, number of the image in the prompt, from 1; 0: padding
-    columns: AnyArray  # [B, M] int32, where in the prompt each token of an image stands; P: nowhere
-    positions: AnyArray  # [B, 3, P] int32, of the prompt's tokens: time, row, column
-    end: AnyArray  # [B] int32, position of the first completion token
+    columns: AnyArray  # [B, M] int32, index in the prompt of each image token; P, the prompt's length, for padding
+    positions: AnyArray  # [B, 3, P] int32, rotary position of each prompt token: time, row, column
+    end: AnyArray  # [B] int32, rotary position of the first completion token
 
     @property
     def sizes(self) -> ImageSizes:
@@ -51,13 +52,15 @@ class Images:
 
     @classmethod
     def padding(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
-        """Returns NumPy arrays of prompts without images. lead: the axis of B, or several; width: P."""
-        n, m = sizes.patches, sizes.tokens
+        """Returns the arrays, in NumPy, of prompts without images: only padding.
+
+        lead: sizes of the leading axes, in place of B. width: tokens of a padded prompt (P).
+        """
         return cls(
-            patches=np.zeros((*lead, n, sizes.numbers), np.uint8),
-            places=np.zeros((*lead, n, 2), np.int32),
-            segments=np.zeros((*lead, n), np.int32),
-            columns=np.full((*lead, m), width, np.int32),
+            patches=np.zeros((*lead, sizes.patches, sizes.numbers), np.uint8),
+            places=np.zeros((*lead, sizes.patches, 2), np.int32),
+            segments=np.zeros((*lead, sizes.patches), np.int32),
+            columns=np.full((*lead, sizes.tokens), width, np.int32),
             positions=np.zeros((*lead, 3, width), np.int32),
             end=np.zeros(lead, np.int32),
         )
@@ -70,27 +73,27 @@ class Images:
 
 
 class ImageSizes(NamedTuple):
-    """The sizes of the images of each prompt."""
+    """The sizes to which the images of each prompt are padded."""
 
-    patches: int  # N
-    numbers: int  # F
-    tokens: int  # M
+    patches: int  # patches of a prompt (N)
+    numbers: int  # numbers of a patch (F)
+    tokens: int  # image tokens of a prompt (M)
 
 
 class PromptSizes(NamedTuple):
     """The sizes to which the prompts of a data set are padded."""
 
-    width: int  # P
+    width: int  # tokens of a prompt (P)
     images: ImageSizes | None = None  # None if no prompt has an image
-    smaller: SmallerSizes = ()
+    smaller: SmallerSizes = ()  # smaller sizes that hold many of the prompts
 
 
 class ImageLimits(NamedTuple):
-    """The images of all prompts of a run."""
+    """Limits of the images of all prompts of a run."""
 
-    per_prompt: int  # at most
-    min_pixels: int
-    max_pixels: int
+    per_prompt: int  # most images of a prompt
+    min_pixels: int  # fewest pixels of an image, after resizing
+    max_pixels: int  # most pixels of an image, after resizing
 
 
 class Prompt(NamedTuple):
@@ -101,9 +104,13 @@ class Prompt(NamedTuple):
     images: Images | None = None  # None if the model reads texts only
 
     def narrowed(self, width: int, patches: int) -> Prompt:
-        """Returns the last `width` tokens and the first `patches` patches of each prompt. The rest must be padding."""
+        """Returns the prompts with less padding: the last `width` tokens and the first `patches` patches of each.
+
+        All tokens and patches that are cut must be padding.
+        """
         # A batch without patches has no images, and is computed as text.
-        images, first = self.images if patches else None, self.tokens.shape[-1] - width
+        images = self.images if patches else None
+        first = self.tokens.shape[-1] - width  # index of the first token that is kept
         if images is not None:
             tokens = images.sizes.tokens * patches // images.sizes.patches
             images = Images(
@@ -117,14 +124,18 @@ class Prompt(NamedTuple):
         return Prompt(self.tokens[:, first:], self.mask[:, first:], images)
 
     def count_sizes(self, smaller: SmallerSizes) -> Array:
-        """Returns, for each prompt [B] with padding on the left, the number of smaller sizes that hold it."""
+        """Returns, for each prompt [B] with padding on the left, how many of the smaller sizes hold it.
+
+        smaller: pairs of the most tokens and the most patches of a prompt.
+        """
         length, patches = self.tokens.shape[1] - self.mask.argmax(axis=1), 0
         if self.images is not None:
             is_patch = self.images.segments > 0
+            # The number of the last patch of a prompt is also the number of its patches, because padding follows them.
             patches = (is_patch * np.arange(1, is_patch.shape[1] + 1)[None]).max(axis=1)
         count = 0 * length
-        for width, limit in smaller:
-            count += (length <= width) & (patches <= limit)
+        for max_tokens, max_patches in smaller:
+            count += (length <= max_tokens) & (patches <= max_patches)
         return count
 
 
@@ -151,7 +162,7 @@ class Prompts:
 
     @property
     def computed_tokens(self) -> np.ndarray:
-        """Tokens [B], with padding, of the smallest size that holds each prompt."""
+        """Number of tokens [B], with padding, with which each prompt is computed: its smallest size that holds it."""
         # Each size is smaller than the one before, so a prompt that k smaller sizes hold is computed with the k-th.
         widths = np.array([self.tokens.shape[1], *(width for width, _ in self.smaller)])
         return widths[self.prompt.count_sizes(self.smaller)]
@@ -174,7 +185,10 @@ class Prompts:
         return replace(self, tokens=tokens, mask=mask, rows=rows, numbers=numbers, sources=sources, images=images)
 
     def narrowed(self, number: int) -> Prompts:
-        """Returns these prompts cut to the smaller size of this number, which must hold them; 0 = as they are."""
+        """Returns these prompts cut to a smaller size, which must hold them.
+
+        number: index of the size in `smaller`, from 1; 0 = leave the prompts as they are.
+        """
         if not number:
             return self
         tokens, mask, images = self.prompt.narrowed(*self.smaller[number - 1])
@@ -208,7 +222,7 @@ class Tree:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rollouts:
-    """Completions from an engine, with padding after the stop token."""
+    """Completions from an engine: G for each of B prompts, of C tokens each, with padding after the stop token."""
 
     completions: AnyArray  # [B, G, C] int32
     completion_mask: AnyArray  # [B, G, C] bool, True on real tokens (attended to)
@@ -237,11 +251,11 @@ class Rollouts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of completions, from the reward functions."""
+    """The rewards of G completions for each of B prompts, from the reward functions."""
 
     total: AnyArray  # [B, G], weighted sum of the channels; NaN where no function with a weight returned a number
-    channels: dict[str, AnyArray]  # {function: [B, G]}, NaN where the function abstained
-    greedy: AnyArray = None  # [B, 1], total of each prompt's greedy completion, if the estimator needs it
+    channels: dict[str, AnyArray]  # {function: [B, G]}, its rewards; NaN where the function gave no verdict
+    greedy: AnyArray = None  # [B, 1], total of each prompt's greedy completion, if the advantage estimator needs it
     greedy_lengths: AnyArray = None  # [B, 1], tokens of each prompt's greedy completion
     turn_numbers: AnyArray = None  # [B, G, C], of `Rollouts`
     turn_rewards: AnyArray = None  # [B, G, C], of `Rollouts`, before the weight of the reward function
@@ -250,7 +264,10 @@ class Rewards:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of an update. A field that a run does not need is None."""
+    """The inputs of an update: B prompts of P tokens, and G completions of each, of C tokens.
+
+    A field that a run does not need is None.
+    """
 
     prompts: AnyArray  # [B, P] int32
     prompt_mask: AnyArray  # [B, P] bool
@@ -268,7 +285,7 @@ class Batch:
     columns: dict[str, AnyArray] = field(default_factory=dict)  # {name: [B, G, C]}, further scores that the loss needs
     packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None if each completion is a row
     images: Images | None = None  # None if the model reads texts only
-    smaller: SmallerSizes = field(default=(), metadata=dict(static=True))  # of `Prompts`
+    smaller: SmallerSizes = field(default=(), metadata=dict(static=True))  # smaller sizes that hold many prompts
     tree: Tree | None = None  # None if each token of a completion follows the token before it
 
     @property

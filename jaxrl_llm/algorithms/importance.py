@@ -47,12 +47,18 @@ def make_importance_weights(
     def correct(
         trainer: Float[Array, "B G C"], sampler: Float[Array, "B G C"], mask: Bool[Array, "B G C"]
     ) -> tuple[Array, Metrics]:
+        """Returns the weights of the tokens in the loss [B, G, C], and metrics of the ratios.
+
+        trainer, sampler: log-probabilities of the sampled tokens. mask: True on trained tokens.
+        """
         # The weights are constants of the loss: no gradient flows through them.
-        d = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)
-        log_weights = {"token": d, "sequence": jnp.sum(d, axis=-1, keepdims=True), "geometric": sequence_mean(d, mask)}[
-            level
-        ]
-        raw_weights = importance_ratio(jnp.broadcast_to(log_weights, d.shape))
+        log_ratio = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)
+        log_weights = {
+            "token": log_ratio,
+            "sequence": jnp.sum(log_ratio, axis=-1, keepdims=True),
+            "geometric": sequence_mean(log_ratio, mask),
+        }[level]
+        raw_weights = importance_ratio(jnp.broadcast_to(log_weights, log_ratio.shape))
         if action == "none":
             loss_weights = jnp.ones_like(raw_weights)
         elif action == "truncate":
@@ -60,7 +66,7 @@ def make_importance_weights(
         else:
             loss_weights = jnp.where((raw_weights >= low) & (raw_weights <= high), raw_weights, 0.0)
         measured_weights = raw_weights if action == "none" else loss_weights
-        bounded_weights = jnp.minimum(importance_ratio(d), RAW_WEIGHT_BOUND)
+        bounded_weights = jnp.minimum(importance_ratio(log_ratio), RAW_WEIGHT_BOUND)
         metrics = {
             "importance/mean": measured_weights,
             "importance/weight_min": raw_weights,
@@ -70,7 +76,7 @@ def make_importance_weights(
             "importance/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
             "importance/raw_mean": bounded_weights,
             "importance/raw_square": bounded_weights**2,
-            "importance/rounding": jnp.full(d.shape, jnp.finfo(dtype).eps, jnp.float32),
+            "importance/rounding": jnp.full(log_ratio.shape, jnp.finfo(dtype).eps, jnp.float32),
             "importance/acted_on": (measured_weights != raw_weights).astype(jnp.float32),
         }
         return loss_weights, metrics

@@ -68,8 +68,9 @@ def column_requirements(functions: Sequence[str], *, episodes: bool) -> list[Col
     requirements = []
     for text in functions:
         function, (name, _) = bound(text), split_call(text)
-        # A partial holds the arguments of the config around the function. Decorators in `jaxrl_llm.tasks` set `reads`
-        # {column: reader}, `asks` (function that lists columns) and `any_of` (columns of which a row needs one).
+        # If the config gives arguments, `function` is a `partial` around the plain function. The decorators in
+        # `jaxrl_llm.tasks` set attributes of the plain function: `reads` {column: reader}, `asks` (function that lists
+        # columns) and `any_of` (columns of which a row needs one).
         plain_function = getattr(function, "func", function)
         is_package_function, readers = is_ours(plain_function, REWARDS), getattr(plain_function, "reads", {})
         columns = _column_arguments(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})

@@ -125,6 +125,7 @@ def on_day(tokenizer: Any, day: str) -> Any:
     """
 
     def dated(template: str) -> str:
+        """Returns the template with the fixed day in place of its calls of strftime_now."""
         # repr gives a valid literal, because templates quote text as Python does.
         text = DATE.sub(lambda call: repr(date.fromisoformat(day).strftime(call[2])), template)
         if CLOCK.search(text):

@@ -97,9 +97,10 @@ def _from_verl(row: Row) -> tuple[Row, str]:
 
 
 def _holds_prompt(row: Row, name: str, pair: tuple[str, ...]) -> bool:
-    """Returns whether the two columns of a preference pair begin with the prompt.
+    """Returns whether the chosen and the rejected completion of a preference pair begin with the prompt.
 
-    They do if the row has no column `name`, or if that is text and the pair holds whole conversations.
+    name: column of the prompt. pair: columns of the two completions. They begin with the prompt if the row has no
+    column `name`, or if this column is text and the completions are whole conversations.
     """
     if any(column not in row for column in pair):
         return False

@@ -64,7 +64,7 @@ def lay_out(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> Lay
     for number, (start, grid) in enumerate(zip(starts, grids, strict=True), 1):
         positions[:, text_start:start] = position + np.arange(start - text_start)
         position += start - text_start
-        row, column = (x.ravel() for x in np.indices(grid))
+        row, column = (index.ravel() for index in np.indices(grid))  # of each token of the image
         size = len(row)
         zero = np.zeros_like(row)
         offsets = [zero, row, column] if form.planes else [np.arange(size)] * 3
@@ -143,17 +143,19 @@ def stack(
     tokens, mask: [B, P], padded on any side; images: pixels [height, width, 3] uint8 of the images of each prompt, as
     `image_files.pixels` returns them. Raises: ValueError, if a prompt is not expanded for its images.
     """
-    size, width = tokens.shape
-    result = Images.padding((size,), width, sizes)
-    for b, pixels_of_prompt in enumerate(images):
-        real = np.flatnonzero(mask[b])
-        grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pixels_of_prompt]
-        layout = lay_out(tokens[b, real], grids, form)
-        n, m = len(layout.segments), len(layout.columns)
+    prompts, width = tokens.shape
+    result = Images.padding((prompts,), width, sizes)
+    for prompt, pixels_of_prompt in enumerate(images):
+        real = np.flatnonzero(mask[prompt])  # indices of the real tokens
+        grids = [(image.shape[0] // form.factor, image.shape[1] // form.factor) for image in pixels_of_prompt]
+        layout = lay_out(tokens[prompt, real], grids, form)
+        patch_count, token_count = len(layout.segments), len(layout.columns)
         if pixels_of_prompt:
-            result.patches[b, :n] = np.concatenate([patches(x, form) for x in pixels_of_prompt])
-        result.places[b, :n], result.segments[b, :n] = layout.places, layout.segments
-        result.columns[b, :m] = np.where(layout.columns >= 0, real[layout.columns], width)
-        result.positions[b][:, real] = layout.positions
-        result.end[b] = layout.end
+            all_patches = np.concatenate([patches(image, form) for image in pixels_of_prompt])
+            result.patches[prompt, :patch_count] = all_patches
+        result.places[prompt, :patch_count] = layout.places
+        result.segments[prompt, :patch_count] = layout.segments
+        result.columns[prompt, :token_count] = np.where(layout.columns >= 0, real[layout.columns], width)
+        result.positions[prompt][:, real] = layout.positions
+        result.end[prompt] = layout.end
     return result

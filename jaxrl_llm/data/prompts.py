@@ -48,21 +48,22 @@ class Dataset:
     notes: tuple[str, ...] = ()  # lines for the banner, on the form of prompts and on rows without a needed column
     source: str = ""  # source of the rows, as in the config
     images: RowImages | None = None  # images of the prompts; None if the model reads no images
-    order_values: np.ndarray | None = None  # [N] numbers by which each epoch is sorted; None if epochs are shuffled
+    order_values: np.ndarray | None = None  # for each row, the number by which epochs are sorted; None: shuffled epochs
 
     def repeated(self) -> tuple[int, int, int]:
         """Returns how many prompts repeat an earlier one, the row number of the first repetition, and of its original.
 
         All three are 0 if no prompt is repeated.
         """
+
         # Hashes are compared, because the tokens of a million prompts would need much memory. Python's hash of bytes
         # differs between processes, which does no harm within one.
-        keys = (
-            hash((tokens.tobytes(), self.images.digests(i) if self.images else "")) for i, tokens in enumerate(self.ids)
-        )
-        hashes = np.fromiter(keys, np.int64, len(self.ids))
+        def prompt_hash(index: int) -> int:
+            return hash((self.ids[index].tobytes(), self.images.digests(index) if self.images else ""))
+
+        hashes = np.fromiter(map(prompt_hash, range(len(self.ids))), np.int64, len(self.ids))
         _, first_index, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        originals = first_index[inverse]
+        originals = first_index[inverse]  # for each prompt, the index of the first prompt that equals it
         repetitions = np.flatnonzero(originals != np.arange(len(hashes)))
         if not len(repetitions):
             return 0, 0, 0
@@ -93,6 +94,7 @@ class Dataset:
         return [len(rows) for rows in self.parts.values()] or [len(self.rows)]
 
     def _prompt_digest(self) -> Any:
+        """Returns the SHA-256 object of all prompts' token ids and images, to which a caller may add more."""
         # The lengths are hashed too, so that equal tokens that are split into other prompts have another hash.
         digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
         digest.update(np.concatenate(self.ids).tobytes())
@@ -143,20 +145,20 @@ def load(
 
 
 def _column_numbers(dataset: Dataset, column: str) -> np.ndarray:
-    """Returns the numbers [N] in a column. Raises: UserError, naming the first row without a number."""
+    """Returns the number of each row in a column. Raises: UserError, naming the first row without a number."""
     values = np.empty(len(dataset.rows))
-    for i, row in enumerate(dataset.rows):
+    for index, row in enumerate(dataset.rows):
         value = formats.value_in(row, column)
         try:
             # Text is read as a number too, because all values of a CSV file are text.
-            values[i] = float(value)
+            values[index] = float(value)
         except (TypeError, ValueError):
-            values[i] = np.nan
-        if not np.isfinite(values[i]):
-            source = next((name for name, part in dataset.parts.items() if i in part), dataset.source)
+            values[index] = np.nan
+        if not np.isfinite(values[index]):
+            source = next((name for name, part in dataset.parts.items() if index in part), dataset.source)
             content = formats.columns_text(row) if value is None else f"its value is {value!r:.80}"
             raise UserError(
-                f"config.data.order_column = {column!r}: {source} row {dataset.numbers[i]:,} has no number in this "
+                f"config.data.order_column = {column!r}: {source} row {dataset.numbers[index]:,} has no number in this "
                 f"column ({content}); every row needs a number, or set order_column to '' for a shuffled order"
             )
     return values
@@ -298,40 +300,43 @@ def tokenize(
     """
     numbers = list(numbers or range(1, len(rows) + 1))
     prompts = [row["prompt"] for row in rows]
-    args = [formats.template_args(row) for row in rows]
-    row_args = args if any(args) else ()
+    row_args = [formats.template_args(row) for row in rows]  # arguments of the chat template that a row sets
     ids = encoding.encode(
         prompts,
         tokenizer,
         source,
         numbers=numbers,
         template_args=template_args,
-        row_args=row_args,
+        row_args=row_args if any(row_args) else (),
         spelling=images.spelling(tokenizer) if images else {},
     )
     if begin := encoding.beginning(tokenizer):
-        ids = [_with_begin_tokens(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
+        # Only prompts of text lack the begin tokens, because a chat template writes them itself.
+        ids = [
+            _with_begin_tokens(begin, tokens) if isinstance(prompt, str) else tokens
+            for prompt, tokens in zip(prompts, ids, strict=True)
+        ]
     if images:
         ids = images.expand(ids, tokenizer, source, numbers)
     # An empty prompt counts as unfit too, because its completion would have no token to follow.
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
     if overlong == "error" and not all(fits):
-        i = fits.index(False)
+        unfit = fits.index(False)
         raise UserError(
-            f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, which must be 1 to "
+            f"{source} row {numbers[unfit]}: the prompt has {len(ids[unfit])} tokens, which must be 1 to "
             f"config.data.max_prompt_tokens = {max_prompt_tokens}; raise the limit, or drop the row (data.overlong = "
             "'drop' does so for training prompts)"
         )
-    fitting = [i for i, fit in enumerate(fits) if fit]
+    fitting = [index for index, prompt_fits in enumerate(fits) if prompt_fits]
     if not fitting:
         raise UserError(
             f"config.data.max_prompt_tokens = {max_prompt_tokens}: all {len(rows)} prompts of {source} are longer; "
             "raise the limit"
         )
-    ids = [ids[i] for i in fitting]
+    ids = [ids[index] for index in fitting]
     width = max(len(tokens) for tokens in ids)
-    dropped, rows = len(rows) - len(fitting), [rows[i] for i in fitting]
-    numbers, images = [numbers[i] for i in fitting], images.take(fitting) if images else None
+    dropped, rows = len(rows) - len(fitting), [rows[index] for index in fitting]
+    numbers, images = [numbers[index] for index in fitting], images.take(fitting) if images else None
     rows = _with_prefill(rows, ids, tokenizer)
     return Dataset(ids, rows, dropped, width, numbers, notes=notes_of(rows, numbers, tokenizer), images=images)
 
@@ -358,24 +363,24 @@ def _with_begin_tokens(begin: list[int], tokens: np.ndarray) -> np.ndarray:
 
 
 def _with_prefill(rows: list[Row], ids: Sequence[np.ndarray], tokenizer: Any) -> list[Row]:
-    """Returns rows with the column PREFILL where the prompt ends with an opened thought, which begins the answer.
+    """Adds the column PREFILL to rows whose prompt ends with an opened thought, `<think>`, which begins the answer.
 
     A prompt whose last message begins the answer needs no prefill, because reward functions get that message as a part
     of the completion.
     """
     template_thinks = "<think>" in str(tokenizer.chat_template)
-    candidates = []
-    for i, row in enumerate(rows):
+    candidates = []  # indices of rows whose prompt may end with an opened thought
+    for index, row in enumerate(rows):
         prompt = row["prompt"]
         if isinstance(prompt, str):
             may_open = "<think>" in prompt
         else:
             may_open = template_thinks and prompt[-1]["role"] != "assistant"
-        candidates += [i] if may_open and PREFILL not in row else []
-    prompt_ends = encoding.decode([ids[i][-LAST_TOKENS:].tolist() for i in candidates], tokenizer)
-    matches = {i: OPENED_THOUGHT.search(text) for i, text in zip(candidates, prompt_ends, strict=True)}
-    prefills = {i: match[0] for i, match in matches.items() if match}
-    return [row | {PREFILL: prefills[i]} if i in prefills else row for i, row in enumerate(rows)]
+        candidates += [index] if may_open and PREFILL not in row else []
+    prompt_ends = encoding.decode([ids[index][-LAST_TOKENS:].tolist() for index in candidates], tokenizer)
+    matches = {index: OPENED_THOUGHT.search(text) for index, text in zip(candidates, prompt_ends, strict=True)}
+    prefills = {index: match[0] for index, match in matches.items() if match}
+    return [row | {PREFILL: prefills[index]} if index in prefills else row for index, row in enumerate(rows)]
 
 
 def _canonical(row: Row) -> str:
@@ -406,27 +411,28 @@ def _plain(value: Any) -> Any:
 
 
 def _with_text_keys(value: Any) -> Any:
+    """Replaces the keys of all dicts in a value by their text, so that JSON can sort them."""
     if isinstance(value, dict):
         return {repr(key): _with_text_keys(x) for key, x in value.items()}
     return [_with_text_keys(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:
-    """Makes one batch of the rows `indices`, padded on the left with `pad_id`, with their images.
+    """Makes a batch of the prompts with these indices, padded on the left with `pad_id`, with their images.
 
     Raises: UserError, for an image that can no longer be read.
     """
     tokens = np.full((len(indices), dataset.width), pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
     # Padding is on the left, so that the last token of each prompt is in the last column, where sampling starts.
-    for b, i in enumerate(indices):
-        length = len(dataset.ids[i])
-        tokens[b, dataset.width - length :] = dataset.ids[i]
-        mask[b, dataset.width - length :] = True
-    sources = [name for i in indices for name, rows in dataset.parts.items() if i in rows]
+    for place, index in enumerate(indices):
+        start = dataset.width - len(dataset.ids[index])
+        tokens[place, start:] = dataset.ids[index]
+        mask[place, start:] = True
+    sources = [name for index in indices for name, rows in dataset.parts.items() if index in rows]
     _, image_sizes, smaller = dataset.sizes
     images = dataset.images.batch(indices, tokens, mask, image_sizes) if dataset.images and image_sizes else None
-    rows, numbers = [dataset.rows[i] for i in indices], np.asarray(indices, np.int32)
+    rows, numbers = [dataset.rows[index] for index in indices], np.asarray(indices, np.int32)
     return Prompts(tokens, mask, rows, numbers, sources=sources, images=images, smaller=smaller)
 
 
@@ -434,31 +440,44 @@ def all_prompts(dataset: Dataset, pad_id: int) -> Prompts:
     """Returns all prompts of a data set, in order; with several processes, this process's part of equal size."""
     count, processes = len(dataset.rows), distributed.count()
     # The last row is repeated until all processes get the same number of rows.
-    numbers = [min(i, count - 1) for i in range(-(-count // processes) * processes)]
+    padded_count = -(-count // processes) * processes
+    numbers = [min(number, count - 1) for number in range(padded_count)]
     return make_prompts(dataset, numbers[distributed.part(len(numbers))], pad_id)
 
 
 def decode(tokenizer: Any, completions: AnyArray, mask: AnyArray) -> tuple[list[list[str]], list[list[list[int]]]]:
-    """Decodes completions [B, G, C] to B x G texts without special tokens, and B x G lists of token ids."""
-    ids = [[row[m].tolist() for row, m in zip(*group, strict=True)] for group in zip(completions, mask, strict=True)]
-    flat = tokenizer.batch_decode([tokens for group in ids for tokens in group], skip_special_tokens=True)
-    size = completions.shape[1]
-    return [flat[i : i + size] for i in range(0, len(flat), size)], ids
+    """Decodes completions [B, G, C] to B x G texts without special tokens, and B x G lists of token ids.
+
+    mask: True on real tokens [B, G, C].
+    """
+    ids = real_tokens(completions, mask)
+    texts = tokenizer.batch_decode([tokens for group in ids for tokens in group], skip_special_tokens=True)
+    group_size = completions.shape[1]
+    return [texts[start : start + group_size] for start in range(0, len(texts), group_size)], ids
+
+
+def real_tokens(values: AnyArray, mask: AnyArray) -> list[list[list[Any]]]:
+    """Returns B x G lists of the values of real tokens. values: [B, G, C]. mask: True on real tokens [B, G, C]."""
+    groups = zip(values, mask, strict=True)
+    return [[row[is_real].tolist() for row, is_real in zip(*group, strict=True)] for group in groups]
 
 
 def decode_turns(tokenizer: Any, completions: AnyArray, mask: AnyArray, sampled: AnyArray) -> list[list[list[Turn]]]:
     """Splits completions [B, G, C] into turns, where `sampled` changes: B x G lists of {"role", "content"}.
 
-    The role is "assistant" for tokens of the policy and "environment" for those of an observation.
+    mask: True on real tokens. sampled: True on tokens that the policy sampled. The role is "assistant" for tokens of
+    the policy and "environment" for those of an observation.
     """
 
-    def split_turns(tokens: np.ndarray, real: np.ndarray, by_policy: np.ndarray) -> list[Turn]:
-        by_policy, tokens = by_policy[real], tokens[real]
-        parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(by_policy)) + 1) if len(tokens) else []
+    def split_turns(tokens: np.ndarray, is_real: np.ndarray, is_sampled: np.ndarray) -> list[Turn]:
+        """Splits one completion [C]."""
+        is_sampled, tokens = is_sampled[is_real], tokens[is_real]
+        turn_starts = np.flatnonzero(np.diff(is_sampled)) + 1  # without the first turn, which starts at 0
+        parts = np.split(np.arange(len(tokens)), turn_starts) if len(tokens) else []
         ids = [tokens[part].tolist() for part in parts]
         # Some tokenizers decode an empty list to one empty text.
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-        roles = ["assistant" if by_policy[part[0]] else "environment" for part in parts]
+        roles = ["assistant" if is_sampled[part[0]] else "environment" for part in parts]
         return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
     groups = zip(completions, mask, sampled, strict=True)

@@ -351,6 +351,7 @@ def _read_csv(path: Path, content: bytes) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    """Returns the rows of a Parquet file. Raises: UserError, if it cannot be read."""
     import pyarrow
     import pyarrow.parquet
 

@@ -102,6 +102,7 @@ def value_objective(model: Decoder, *, clip: float) -> update.Objective:
     """
 
     def objective(params: PyTree, batch: Batch, coefs: losses.Metrics) -> tuple[Array, losses.Metrics]:
+        """Returns the critic's loss per token [B, G, C], the squared error of its values, and metrics."""
         values = forward.completion_values(model, params, batch)
         squared_error = jnp.square(values - batch.returns)
         metrics = {"value": values}

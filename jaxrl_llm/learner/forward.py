@@ -20,9 +20,7 @@ from jaxrl_llm.models.decoder import Decoder, PackedRows, last_state
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.structs import Array, Batch, PyTree
 
-ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
-
-
+ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]  # (parameters, batch) -> one or more arrays [B, G, C]
 # Advice if scoring or an update does not fit the memory.
 REMEDY = "lower microbatch, or raise model.row_parts, or set model.remat = 'full'"
 
@@ -37,16 +35,19 @@ def score_packed_rows(
 ) -> tuple[PyTree, ExpertLoad | None]:
     """Computes values [B, G, C] of completion tokens in packed rows; 0 on padding. Each prompt runs once per group.
 
-    Also returns the load of experts by the trained tokens, None if the model has no experts.
+    Also returns the load of experts by the trained tokens, None if the model has no experts. Letters of shapes: B
+    prompts, G completions of C tokens each, which are packed into N rows of T tokens; D width of hidden states.
     per_token(states [B, N, T, D], tokens [B, N, T]): returns the values [B, N, T] of the tokens in packed rows.
     state_after: whether `states` are the hidden states after the tokens; otherwise they are those before the tokens.
     If model.cfg.row_parts is above 1, only a part of the rows runs at a time, and runs again in the backward pass.
     """
-    b, g, c = batch.completions.shape
+    prompts, group_size, length = batch.completions.shape
+    # index [B, N, T]: for each token of a packed row, its index among the G * C completion tokens of its prompt.
     if batch.packed_index is None:
-        index = jnp.broadcast_to(jnp.arange(g * c).reshape(1, g, c), (b, g, c))
+        one_prompt = jnp.arange(group_size * length).reshape(1, group_size, length)
+        index = jnp.broadcast_to(one_prompt, batch.completions.shape)
     else:
-        index = batch.packed_index.reshape(b, -1, batch.packed_index.shape[-1])
+        index = batch.packed_index.reshape(prompts, -1, batch.packed_index.shape[-1])
     parts = min(model.cfg.row_parts, index.shape[1])
 
     def values_of_rows(first: Array, hidden: Array, rows: PackedRows) -> PyTree:
@@ -57,32 +58,38 @@ def score_packed_rows(
         prompt_hidden, hidden, load = model.forward(params, batch.prompt, rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
         return _to_completions(values_of_rows(first, hidden, rows), index, batch), load
-    prompt_hidden, prefix = model.prefill(params, batch.prompt)
+    prompt_hidden, prompt_cache = model.prefill(params, batch.prompt)
     # The gradients of these arrays are sums over the parts, which must happen in float32.
-    first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
+    first, prompt_cache = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prompt_cache))
 
-    def part(index: Array) -> tuple[PyTree, ExpertLoad | None]:
+    def score_part(index: Array) -> tuple[PyTree, ExpertLoad | None]:
+        """Scores a part of the rows of all prompts. index: index of the tokens in these rows."""
         rows, collect = _packed_rows(batch, index), partial(_sum_load, _to_rows(batch.loss_mask, index))
-        shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
-        hidden, load = model.extend(params, shared, batch.prompt, rows, collect)
+        cast_cache = jax.tree.map(lambda array: array.astype(model.cfg.dtype), prompt_cache)
+        hidden, load = model.extend(params, cast_cache, batch.prompt, rows, collect)
         return values_of_rows(first, hidden, rows), load
 
-    size = -(-index.shape[1] // parts)
-    index = jnp.pad(index, ((0, 0), (0, parts * size - index.shape[1]), (0, 0)), constant_values=-1)
+    rows_of_part = -(-index.shape[1] // parts)
+    index = jnp.pad(index, ((0, 0), (0, parts * rows_of_part - index.shape[1]), (0, 0)), constant_values=-1)
+    index_by_part = jnp.swapaxes(index.reshape(prompts, parts, rows_of_part, -1), 0, 1)
     # The parts run one after the other, and again in the backward pass, so that only one of them is in memory.
-    scored, loads = jax.lax.map(jax.checkpoint(part), jnp.swapaxes(index.reshape(b, parts, size, -1), 0, 1))
-    scored = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(index.shape), scored)
+    scored, loads = jax.lax.map(jax.checkpoint(score_part), index_by_part)
+    scored = jax.tree.map(lambda values: jnp.swapaxes(values, 0, 1).reshape(index.shape), scored)
     return _to_completions(scored, index, batch), jax.tree.map(partial(jnp.sum, axis=0), loads)
 
 
 def _packed_rows(batch: Batch, index: Array) -> PackedRows:
-    """Returns the completions of a batch in rows. index [B, N, T]: rows of packed_index."""
-    c, width = batch.completions.shape[2], index.shape[2]
-    segment_ids = jnp.where(_to_rows(batch.completion_mask, index), index // c + 1, 0)
-    rows = PackedRows(_to_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids)
+    """Returns the completions of a batch in packed rows, as the model reads them.
+
+    index [B, N, T]: for each token of a row, its index among the completion tokens of its prompt; -1: padding.
+    """
+    length, width = batch.completions.shape[2], index.shape[2]
+    segment_ids = jnp.where(_to_rows(batch.completion_mask, index), index // length + 1, 0)
+    rows = PackedRows(_to_rows(batch.completions, index), jnp.where(index < 0, 0, index % length), segment_ids)
     if batch.tree is None:
         return rows
     first_place = jnp.arange(width)[None, None] - rows.positions  # place of each token's completion
+    # The tree counts from the first token of its completion, and a packed row from its own first token.
     depths, previous, ends = (_to_rows(x, index) for x in (batch.tree.depths, batch.tree.previous, batch.tree.ends))
     previous, ends = jnp.maximum(first_place + previous, 0), jnp.where(index < 0, width, first_place + ends)
     return rows._replace(positions=depths, previous=previous, ends=ends)
@@ -90,11 +97,16 @@ def _packed_rows(batch: Batch, index: Array) -> PackedRows:
 
 def _to_rows(values: Array, index: Array) -> jax.Array:
     """Moves values [B, G, C] of completion tokens to packed rows [B, N, T]; 0 on padding."""
-    return jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))(values, index)
+
+    def move(values: Array, index: Array) -> jax.Array:
+        """Moves the values [G, C] of one prompt to its rows [N, T]."""
+        return jnp.where(index < 0, 0, values.reshape(-1)[index])
+
+    return jax.vmap(move)(values, index)
 
 
 def _sum_load(trained: Array, routing: Routing) -> ExpertLoad:
-    """Sums the routing [..., experts] of a layer over the tokens that `trained` [...] marks."""
+    """Returns how a layer's router loads its experts, summed over the tokens for which `trained` is True."""
     experts, counted = routing.probabilities.shape[-1], trained.astype(bool).reshape(-1, 1)
     probabilities = jnp.where(counted, routing.probabilities.reshape(-1, experts), 0.0)
     chosen = jnp.where(counted, routing.chosen.reshape(len(counted), -1), experts)
@@ -123,11 +135,18 @@ def _states_before(first: Array, hidden: Array, rows: PackedRows) -> jax.Array:
 
 def _to_completions(values: PyTree, index: Array, batch: Batch) -> PyTree:
     """Moves values per token from packed rows [B, N, T] to completions [B, G, C]; 0 on padding."""
-    size = batch.completions[0].size
-    # Padding gets an index out of range, which mode="drop" skips.
-    place = jax.vmap(lambda x, at: jnp.zeros(size).at[jnp.where(at < 0, size, at)].set(x, mode="drop"))
-    mask = batch.completion_mask
-    return jax.tree.map(lambda x: jnp.where(mask, place(x, index).reshape(mask.shape), 0.0), values)
+    mask, tokens_of_prompt = batch.completion_mask, batch.completions[0].size
+
+    def move(values: Array, index: Array) -> jax.Array:
+        """Moves the values [N, T] of one prompt's rows to its completion tokens [G * C]."""
+        # Padding gets an index out of range, which mode="drop" skips.
+        place = jnp.where(index < 0, tokens_of_prompt, index)
+        return jnp.zeros(tokens_of_prompt).at[place].set(values, mode="drop")
+
+    def move_all(values: Array) -> jax.Array:
+        return jnp.where(mask, jax.vmap(move)(values, index).reshape(mask.shape), 0.0)
+
+    return jax.tree.map(move_all, values)
 
 
 def completion_logprobs(
@@ -147,12 +166,13 @@ def completion_logprobs_and_load(
     kernel = model.head_kernel(params)
 
     def scores(states: Array, tokens: Array) -> tuple[jax.Array, jax.Array]:
+        """Returns log-probabilities and entropies [B, N, T] of tokens in packed rows."""
         scored: Any = head.logprobs(model, sampling, kernel, states, tokens)
         logprob, entropy = scored
-        for never in model.cfg.hidden_tokens:
-            # The policy never samples this token, but an environment may write it. Its log-probability of -inf would
-            # make a ratio NaN.
-            logprob = jnp.where(tokens == never, 0.0, logprob)
+        for hidden_token in model.cfg.hidden_tokens:
+            # The policy never samples a hidden token, but an environment may write it. Its log-probability of -inf
+            # would make a ratio NaN.
+            logprob = jnp.where(tokens == hidden_token, 0.0, logprob)
         return logprob, entropy
 
     return score_packed_rows(model, params, batch, scores)
@@ -198,4 +218,8 @@ def score_in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Me
 
 def make_logprob_fn(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> ScoreFn:
     """Returns `score(params, batch)` -> log-probabilities [B, G, C]. It computes no gradients."""
-    return score_in_microbatches(lambda params, x: completion_logprobs(model, params, x, sampling)[0], mesh, microbatch)
+
+    def logprobs(params: PyTree, batch: Batch) -> jax.Array:
+        return completion_logprobs(model, params, batch, sampling)[0]
+
+    return score_in_microbatches(logprobs, mesh, microbatch)

@@ -42,7 +42,10 @@ def tokens_at_once(width: int, vocabulary: int) -> int:
 def logprobs(
     model: Decoder, sampling: Sampling, kernel: Array, states: Array, tokens: Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probability and entropy [B, N, T] of tokens [B, N, T], from states [B, N, T, D] and kernel [D, V]."""
+    """Returns log-probability and entropy [B, N, T] of tokens [B, N, T]: B prompts, N rows of T tokens each.
+
+    states: hidden states before the tokens [B, N, T, D]. kernel: kernel of the model's head [D, V].
+    """
     return _forward(model, sampling, kernel, states, tokens)[0]
 
 
@@ -50,15 +53,18 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
     """Returns the result of `logprobs`, and the arrays that the backward pass needs."""
 
     def on_device(kernel: Array, states: Array, tokens: Array) -> tuple[Any, ...]:
-        parts = _chunks(model, kernel, states, tokens)
+        """Runs the head on the tokens of one device, chunk by chunk."""
+        chunks = _chunks(model, kernel, states, tokens)
+        chunk_count = len(chunks[0])
 
-        def chunk(part: tuple[Array, Array]) -> PyTree:
-            logits = _logits(model, part[0], kernel)
-            (logprob, entropy), (*_, log_total, _) = token_logprobs_and_residuals(logits, part[1], sampling)
+        def score_chunk(chunk: tuple[Array, Array]) -> PyTree:
+            chunk_states, chunk_tokens = chunk
+            logits = _logits(model, chunk_states, kernel)
+            (logprob, entropy), (*_, log_total, _) = token_logprobs_and_residuals(logits, chunk_tokens, sampling)
             # The logits of a single chunk are few, so the backward pass uses them again.
-            return (logprob, entropy, log_total), logits if len(parts[0]) == 1 else None
+            return (logprob, entropy, log_total), logits if chunk_count == 1 else None
 
-        scored, logits = jax.lax.map(chunk, parts)
+        scored, logits = jax.lax.map(score_chunk, chunks)
         return *(_join_chunks(x, tokens) for x in scored), logits
 
     kernel = _gather_kernel(model, kernel)
@@ -72,17 +78,19 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
 def _backward(
     model: Decoder, sampling: Sampling, residuals: PyTree, gradients: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
-    """Returns the gradients of kernel and states; tokens have none.
+    """Returns the gradients of the loss in the head's kernel and in the states; tokens have no gradient.
 
-    residuals: second result of `_forward`. gradients: gradients of log-probabilities and entropies.
+    residuals: second result of `_forward`. gradients: gradients of the loss in log-probabilities and entropies.
     """
 
     def on_device(kernel: Array, states: Array, tokens: Array, *arrays: Array) -> tuple[Array, Array]:
+        """Computes the gradients from the tokens of one device, chunk by chunk."""
         *per_token, logits = arrays
 
-        def chunk(kernel_gradient: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-            x, token, log_total, entropy, logprob_gradient, entropy_gradient, logits = part
-            logits = _logits(model, x, kernel) if logits is None else logits
+        def add_chunk(kernel_gradient: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+            """Returns the sum of kernel gradients with that of this chunk, and the gradients of the chunk's states."""
+            chunk_states, token, log_total, entropy, logprob_gradient, entropy_gradient, logits = chunk
+            logits = _logits(model, chunk_states, kernel) if logits is None else logits
             logit_gradients, _ = token_logprobs_gradient(
                 sampling, (logits, token, log_total, entropy), (logprob_gradient, entropy_gradient)
             )
@@ -92,14 +100,14 @@ def _backward(
                 finite = hide_tokens(logits, model.cfg.hidden_tokens, 0.0)
                 logit_gradients = logit_gradients * (1 - jnp.square(finite / cap))
             logit_gradients = logit_gradients.astype(model.cfg.dtype)
-            # Sums over chunks and over devices are in float32.
-            return kernel_gradient + _product(model, x.T, logit_gradients), _product(
-                model, logit_gradients, kernel.T
-            ).astype(x.dtype)
+            # The kernel's gradient is summed over chunks and devices in float32, because it has many summands.
+            kernel_gradient = kernel_gradient + _product(model, chunk_states.T, logit_gradients)
+            state_gradients = _product(model, logit_gradients, kernel.T).astype(chunk_states.dtype)
+            return kernel_gradient, state_gradients
 
         zeros = jnp.zeros(kernel.shape, jnp.float32)
-        parts = (*_chunks(model, kernel, states, tokens, *per_token), logits)
-        kernel_gradient, state_gradients = jax.lax.scan(chunk, zeros, parts)
+        chunks = (*_chunks(model, kernel, states, tokens, *per_token), logits)
+        kernel_gradient, state_gradients = jax.lax.scan(add_chunk, zeros, chunks)
         return kernel_gradient[None], _join_chunks(state_gradients, tokens)
 
     *residuals, logits = residuals
@@ -122,24 +130,33 @@ def _logits(model: Decoder, states: Array, kernel: Array) -> jax.Array:
 
 
 def _chunks(model: Decoder, kernel: Array, *arrays: Array) -> tuple[jax.Array, ...]:
-    """Splits arrays [B, N, T, ...] of a device into chunks of tokens [count, size, ...], padded at the end."""
+    """Splits arrays [B, N, T, ...] of a device into chunks of tokens [chunks, tokens of a chunk, ...].
+
+    The first three axes are prompts, rows and tokens. The last chunk is padded.
+    """
     width, vocabulary = kernel.shape
     if model.mesh is not None and vocabulary % model.mesh.shape["tensor"] == 0:
         vocabulary //= model.mesh.shape["tensor"]
-    n = math.prod(arrays[0].shape[:3])
-    count = -(-n // tokens_at_once(width, vocabulary))
-    size = -(-n // count)
+    token_count = math.prod(arrays[0].shape[:3])
+    chunk_count = -(-token_count // tokens_at_once(width, vocabulary))  # rounded up
+    chunk_size = -(-token_count // chunk_count)
+    padding = chunk_count * chunk_size - token_count
 
-    def split(x: Array) -> jax.Array:
-        x = x.reshape(n, *x.shape[3:])
-        return jnp.pad(x, [(0, count * size - n)] + [(0, 0)] * (x.ndim - 1)).reshape(count, size, *x.shape[1:])
+    def split(array: Array) -> jax.Array:
+        by_token = array.reshape(token_count, *array.shape[3:])
+        padded = jnp.pad(by_token, [(0, padding)] + [(0, 0)] * (by_token.ndim - 1))
+        return padded.reshape(chunk_count, chunk_size, *by_token.shape[1:])
 
-    return tuple(split(x) for x in arrays)
+    return tuple(split(array) for array in arrays)
 
 
-def _join_chunks(x: Array, like: Array) -> jax.Array:
-    """Returns chunks [count, size, ...] of `_chunks` as one array [B, N, T, ...]. like: array with these axes."""
-    return x.reshape(-1, *x.shape[2:])[: like.size].reshape(*like.shape, *x.shape[2:])
+def _join_chunks(chunks: Array, tokens: Array) -> jax.Array:
+    """Joins chunks [chunks, tokens of a chunk, ...] of `_chunks` to one array [B, N, T, ...], without the padding.
+
+    tokens: array whose shape is [B, N, T], for prompts, rows and tokens.
+    """
+    by_token = chunks.reshape(-1, *chunks.shape[2:])[: tokens.size]
+    return by_token.reshape(*tokens.shape, *chunks.shape[2:])
 
 
 def _batch_mesh(model: Decoder) -> Mesh | None:
@@ -149,7 +166,11 @@ def _batch_mesh(model: Decoder) -> Mesh | None:
 
 
 def _on_each_device(model: Decoder, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns `run` for the rows of each device. The compiler alone handles a vocabulary split over `tensor`."""
+    """Returns a function that applies `run` on each device to the rows of this device.
+
+    A vocabulary that is split over the mesh axis `tensor` is left to the compiler. in_specs, out_specs: shardings of
+    the arguments and results.
+    """
     if (mesh := _batch_mesh(model)) is None:
         return run
     axes = {"data", "fsdp"}
@@ -157,7 +178,7 @@ def _on_each_device(model: Decoder, run: Callable[..., Any], in_specs: Any, out_
 
 
 def _gather_kernel(model: Decoder, kernel: Array) -> jax.Array:
-    """Gathers a kernel [D, V] over fsdp, in the dtype of the products."""
+    """Gathers the head's kernel [D, V] from the devices of the mesh axis fsdp, in the dtype of the products."""
     kernel = kernel.astype(model.cfg.dtype)
     if (mesh := _batch_mesh(model)) is None:
         return kernel

@@ -331,24 +331,31 @@ def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) ->
     limit = sizes.max_completion_tokens
     # In a model with experts, only a part of the parameters computes on a token.
     parameters, active_parameters = models.model.size(), models.model.size(active=True)
-    programs = sum(isinstance(x.program, jax.stages.Wrapped) for x in scorers.values()) + len(learners)
-    forward_passes = programs - len(learners) + 3 * sizes.epochs * len(learners)  # an update costs three forward passes
+    scoring_passes = sum(isinstance(scorer.program, jax.stages.Wrapped) for scorer in scorers.values())
+    # An update costs three forward passes.
+    forward_passes = scoring_passes + 3 * sizes.epochs * len(learners)
 
     shards, itemsize, microbatch = sharding.prompt_shards(models.mesh), jnp.dtype(cfg.dtype).itemsize, sizes.at_once
 
     def seconds(shape: Shape, prompt_tokens: int, parts: np.ndarray) -> float:
+        """Estimates the seconds of scoring and updates with packed rows of this shape.
+
+        parts: number of micro-batches that each prompt is in.
+        """
         rows, width = shape
-        # A multiplication and an addition for each parameter and token; attention has two products per pair of tokens.
+        # The matrix products have a multiplication and an addition for each parameter and token.
         matrix_flops = 2 * active_parameters * (prompt_tokens + rows * width)
+        # Attention has two products for each pair of a token and a token that it may see.
         pairs = cfg.layers * cfg.heads * rows * width * (width + prompt_tokens)
         flops = matrix_flops + 2 * 2 * cfg.head_dim * pairs
-        computing = microbatch * (flops / rates.flops + pairs / rates.scores) / devices
-        microbatch_seconds = computing + parameters * itemsize / rates.bandwidth
+        computing_seconds = microbatch * (flops / rates.flops + pairs / rates.scores) / devices
+        reading_seconds = parameters * itemsize / rates.bandwidth
+        microbatch_seconds = computing_seconds + reading_seconds
         microbatches = math.ceil(parts.reshape(shards, -1).sum(axis=1).max() / (microbatch // shards))
         return forward_passes * microbatches * microbatch_seconds
 
     shapes = packed_shapes(sizes.group_size, limit)
     # An update compiles as long as three forward passes (`RATES`).
-    compile_seconds = (programs + 2 * len(learners)) * rates.compile
+    compile_seconds = (scoring_passes + 3 * len(learners)) * rates.compile
     shape_policy = shape_cache.policy(LEARNING, shapes, compile_seconds=compile_seconds, limit=MAX_SHAPES)
     return Packing(shape_policy, seconds, limit)

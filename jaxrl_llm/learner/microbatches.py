@@ -43,11 +43,15 @@ def map_reduce(
     visit is traced twice, so it should call a jitted function. empty(shapes): returns the result of no micro-batch,
     from which the loop starts. microbatch: prompts of a micro-batch, 0 = all prompts.
     """
-    count, part = split(batch, microbatch, mesh)
+    count, get_part = split(batch, microbatch, mesh)
     if isinstance(count, int) and count == 1:
-        return visit_smallest_size(part(0), visit)
-    start = empty(jax.eval_shape(lambda: visit(part(0))))
-    return jax.lax.fori_loop(0, count, lambda i, joined: join(joined, visit_smallest_size(part(i), visit)), start)
+        return visit_smallest_size(get_part(0), visit)
+
+    def visit_next(number: Array, joined: PyTree) -> PyTree:
+        return join(joined, visit_smallest_size(get_part(number), visit))
+
+    start = empty(jax.eval_shape(lambda: visit(get_part(0))))
+    return jax.lax.fori_loop(0, count, visit_next, start)
 
 
 def visit_smallest_size(part: Microbatch, visit: Callable[[Microbatch], PyTree]) -> PyTree:
@@ -72,10 +76,10 @@ def visit_smallest_size(part: Microbatch, visit: Callable[[Microbatch], PyTree])
 
 
 def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Callable[[Array | int], Microbatch]]:
-    """Returns the number of micro-batches of `microbatch` prompts (0 = all prompts), and a function part(i).
+    """Returns the number of micro-batches of `microbatch` prompts (0 = all prompts), and a function that makes one.
 
-    part(i) is micro-batch i. Each completion is in one micro-batch. Each device runs its own prompts, so no prompt
-    moves between devices.
+    The function gets the number of a micro-batch. Each completion is in one micro-batch. Each device runs its own
+    prompts, so no prompt moves between devices.
     """
     devices = sharding.prompt_shards(mesh)
     prompts = len(batch.prompts) // devices  # prompts of each device
@@ -85,8 +89,9 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
     if parts == 1 and device_prompts_at_once == prompts:
         return 1, lambda i: Microbatch(batch, lambda tree: tree, lambda tree: tree)
 
-    def by_device(x: Array) -> Array:
-        return x.reshape(devices, prompts, *x.shape[1:])
+    def by_device(array: Array) -> Array:
+        """Splits the axis of prompts: [B, ...] -> [devices, prompts of a device, ...]."""
+        return array.reshape(devices, prompts, *array.shape[1:])
 
     count: int | Array = -(-prompts // device_prompts_at_once)
     has_rows = jnp.ones((devices, prompts), bool)
@@ -102,8 +107,9 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
     order = jnp.argsort(sort_key, axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, -order.shape[1] % device_prompts_at_once)))
 
-    def part(i: Array | int) -> Microbatch:
-        start = i * device_prompts_at_once
+    def get_part(number: Array | int) -> Microbatch:
+        """Returns the micro-batch with this number, from 0."""
+        start = number * device_prompts_at_once
         part_numbers = jax.lax.dynamic_slice_in_dim(order, start, device_prompts_at_once, axis=1)
         # A device with fewer parts than another device runs empty ones, because all devices run the same loop.
         used_parts = jnp.sum(has_rows, axis=1, keepdims=True)
@@ -111,34 +117,42 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
         prompt, rows = part_numbers // parts, part_numbers % parts
 
         def take(tree: PyTree) -> PyTree:
-            def select(x: Array) -> jax.Array:
-                return jax.vmap(lambda x, index: x[index])(by_device(x), prompt).reshape(-1, *x.shape[1:])
+            """Selects the prompts of this micro-batch from arrays [B, ...] of all prompts."""
+
+            def select(array: Array) -> jax.Array:
+                selected = jax.vmap(lambda of_device, index: of_device[index])(by_device(array), prompt)
+                return selected.reshape(-1, *array.shape[1:])
 
             return jax.tree.map(select, tree)
 
         def spread(tree: PyTree) -> PyTree:
-            def add_at(x: Array, index: Array) -> Array:
-                # The values are added, because a micro-batch may hold a prompt twice.
-                return jnp.zeros((prompts, *x.shape[1:]), x.dtype).at[index].add(x)
+            """Undoes `take`: returns arrays [B, ...] that are 0 for the other prompts."""
 
-            def spread_array(x: Array) -> jax.Array:
-                spread_rows = jax.vmap(add_at)(x.reshape(devices, device_prompts_at_once, *x.shape[1:]), prompt)
-                return spread_rows.reshape(-1, *x.shape[1:])
+            def add_at(values: Array, index: Array) -> Array:
+                # The values are added, because a micro-batch may hold a prompt twice.
+                return jnp.zeros((prompts, *values.shape[1:]), values.dtype).at[index].add(values)
+
+            def spread_array(array: Array) -> jax.Array:
+                of_devices = array.reshape(devices, device_prompts_at_once, *array.shape[1:])
+                return jax.vmap(add_at)(of_devices, prompt).reshape(-1, *array.shape[1:])
 
             return jax.tree.map(spread_array, tree)
 
         selected, index, is_here = take(replace(batch, packed_index=None)), None, has_tokens.reshape(-1, 1, 1)
         if packed is not None:
-            index = jax.vmap(lambda x, b, n: x[b, n])(by_device(packed), prompt, rows)
+            index = jax.vmap(lambda of_device, prompt, rows: of_device[prompt, rows])(by_device(packed), prompt, rows)
             index = jnp.where(has_tokens[..., None, None], index, -1).reshape(-1, 1, *index.shape[2:])
             is_here = _completions_of(index, *batch.completions.shape[1:])
         masks = {name: getattr(selected, name) & is_here for name in ("completion_mask", "loss_mask")}
         return Microbatch(replace(selected, packed_index=index, **masks), take, spread)
 
-    return count, part
+    return count, get_part
 
 
-def _completions_of(index: Array, group: int, limit: int) -> jax.Array:
-    """Returns True [B, G, 1] for completions in packed rows. index [B, E, N, T]: packed index; limit: C."""
-    number = jnp.where(index < 0, group, index // limit).reshape(len(index), 1, -1)
-    return jnp.any(number == jnp.arange(group)[None, :, None], axis=-1, keepdims=True)
+def _completions_of(index: Array, group_size: int, limit: int) -> jax.Array:
+    """Returns [B, G, 1]: True for the completions of a group that packed rows hold.
+
+    index [B, E, N, T]: packed index. limit: token limit of completions (C).
+    """
+    number = jnp.where(index < 0, group_size, index // limit).reshape(len(index), 1, -1)
+    return jnp.any(number == jnp.arange(group_size)[None, :, None], axis=-1, keepdims=True)

@@ -107,13 +107,17 @@ def spike_bound() -> Coefficient:
 
     # The state is (mean of the last norms, mean of all norms, mean square of the excess ln(norm / m), number of norms).
     def usual_norm(state: Array) -> jax.Array:
-        return jnp.maximum(jnp.maximum(state[0], state[1]), 1e-12)
+        """Returns m, the larger mean of gradient norms."""
+        recent_mean, mean = state[0], state[1]
+        return jnp.maximum(jnp.maximum(recent_mean, mean), 1e-12)
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
+        """Returns the state after an update with this gradient norm."""
         recent_mean, mean, mean_square, count = state
         norm, new_count = metrics["grad_norm"], count + 1
         # The excess is capped at SPIKE_FACTOR, because a norm after mere rounding errors says little about the noise.
-        excess = jnp.where(new_count > 1, jnp.clip(jnp.log(norm / usual_norm(state)), 0.0, jnp.log(SPIKE_FACTOR)), 0.0)
+        capped_excess = jnp.clip(jnp.log(norm / usual_norm(state)), 0.0, jnp.log(SPIKE_FACTOR))
+        excess = jnp.where(new_count > 1, capped_excess, 0.0)
         # An exponential mean of the last norms needs no list of norms, so the state stays four numbers.
         recent_mean = recent_mean + (norm - recent_mean) / jnp.minimum(new_count, NORM_WINDOW)
         mean, mean_square = mean + (norm - mean) / new_count, mean_square + (excess**2 - mean_square) / new_count
@@ -123,13 +127,15 @@ def spike_bound() -> Coefficient:
         return jnp.where(is_informative, jnp.stack([recent_mean, mean, mean_square, new_count]), state)
 
     def bound(state: Array) -> jax.Array:
+        """Returns the largest gradient norm that noise explains; 0 (no bound) before MIN_NORMS norms."""
         _, _, mean_square, count = state
-        k = jnp.maximum(count - MIN_NORMS, 0.0) + 2
+        test_number = jnp.maximum(count - MIN_NORMS, 0.0) + 2
         # `noise.level` computes the same by a small difference, which float32 cannot hold, so use its closed form.
-        level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)
+        level = noise.RATE * jnp.log(2.0) / (test_number * jnp.log(test_number) ** 2)
         freedom = jnp.maximum(count - 1, 1.0)
         t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
-        allowed = usual_norm(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE_FACTOR), t * jnp.sqrt(2 * mean_square)))
+        log_excess_of_noise = t * jnp.sqrt(2 * mean_square)
+        allowed = usual_norm(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE_FACTOR), log_excess_of_noise))
         return jnp.where(count >= MIN_NORMS, allowed, 0.0)
 
     return Coefficient((0.0, 0.0, 0.0, 0.0), bound, adapt)

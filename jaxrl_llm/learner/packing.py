@@ -37,9 +37,8 @@ def packed_shapes(group_size: int, limit: int) -> list[Shape]:
     A row has C tokens, or several whole completions if C is small. A shape with 1.5 C tokens leaves less padding at the
     end of rows. If C is large, rows of a quarter of C, of a sixteenth and so on serve short completions.
     """
-    completions_per_row = max(
-        n for n in range(1, group_size + 1) if group_size % n == 0 and (n == 1 or n * limit <= ROW)
-    )
+    divisors = [count for count in range(1, group_size + 1) if group_size % count == 0]
+    completions_per_row = max(count for count in divisors if count == 1 or count * limit <= ROW)
     widths = [completions_per_row * limit]
     if completions_per_row == 1 < group_size:
         step = 1 if limit % KERNEL else KERNEL
@@ -63,7 +62,11 @@ def max_rows(group_size: int, limit: int, width: int) -> int:
 
 
 def index_shape(group_size: int, limit: int, shape: Shape) -> tuple[int, int, int]:
-    """Returns E, N and T of a packed_index. E: most micro-batches that a prompt may be in. shape: (N, T); limit: C."""
+    """Returns the last three axes of a packed_index [B, E, N, T].
+
+    E: most micro-batches that hold rows of one prompt. N: rows of a prompt in a micro-batch. T: tokens of a row.
+    limit: token limit of completions (C). shape: (N, T).
+    """
     rows, width = shape
     return -(-max_rows(group_size, limit, width) // rows), rows, width
 
@@ -90,9 +93,12 @@ class Packing:
             count, width = shape
             return self._seconds(shape, prompt_tokens, -(-rows[width] // count)) if width in rows else math.inf
 
-        holds_every_batch = min((s for s in self.shape_policy.shapes if s[1] >= self._limit), key=seconds)
+        # A row of C tokens or more holds a completion of any length.
+        wide_shapes = [shape for shape in self.shape_policy.shapes if shape[1] >= self._limit]
+        holds_every_batch = min(wide_shapes, key=seconds)
         fastest = min(self.shape_policy.shapes, key=seconds)
-        # A generous limit makes the first step fast already. The other shape is then compiled beside it.
+        # If completions are much shorter than their limit, the first step is fast with the smaller shape. The shape
+        # that holds every batch is then compiled beside it.
         is_much_faster = seconds(fastest) < FIRST_SHARE * seconds(holds_every_batch)
         self.shape_policy.start_call(holds_every_batch, *([fastest] if is_much_faster else []))
         # No later shape is larger than the first shapes, so a run whose first programs fit the memory always fits.
@@ -109,23 +115,29 @@ def pack(lengths: np.ndarray, limit: int, shape: Shape) -> np.ndarray:
     """
     rows, width = shape
     packed_index = np.full((len(lengths), *index_shape(lengths.shape[1], limit, shape)), -1, np.int32)
-    for b, group_lengths in enumerate(lengths):
-        for n, completions in enumerate(fill_rows(group_lengths, width)):
-            token_index = np.concatenate([g * limit + np.arange(group_lengths[g]) for g in completions])
-            packed_index[b, n // rows, n % rows, : len(token_index)] = token_index
+    for prompt, group_lengths in enumerate(lengths):
+        for row, completions in enumerate(fill_rows(group_lengths, width)):
+            token_index = np.concatenate(
+                [completion * limit + np.arange(group_lengths[completion]) for completion in completions]
+            )
+            packed_index[prompt, row // rows, row % rows, : len(token_index)] = token_index
     return packed_index
 
 
 def fill_rows(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Lists the completions of each row. The longest completions come first, each in the first row with room."""
+    """Lists the completions of each row. The longest completions come first, each in the first row with room.
+
+    lengths: tokens of each completion of a group. width: tokens that fit in a row.
+    """
     rows: list[list[int]] = []
-    room: list[int] = []
+    free_tokens: list[int] = []  # of each row
     # A stable sort gives the same rows in all processes and in a resumed run.
-    for g in np.argsort(-lengths, kind="stable"):
-        row = next((n for n, free in enumerate(room) if free >= lengths[g]), len(rows))
+    for completion in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[completion])
+        row = next((row for row, free in enumerate(free_tokens) if free >= length), len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(width)
-        rows[row].append(int(g))
-        room[row] -= int(lengths[g])
+            free_tokens.append(width)
+        rows[row].append(int(completion))
+        free_tokens[row] -= length
     return rows

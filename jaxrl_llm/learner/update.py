@@ -48,7 +48,7 @@ class LearnerParameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Learner:
-    """A model in training. The loop holds its TrainState."""
+    """How one model learns: its update step and its settings. The training loop holds the state, a `TrainState`."""
 
     update_step: jax.stages.Wrapped  # (state, batch, rows, base) -> state, metrics; donates the state
     shapes: TrainState  # shapes, dtypes and shardings of the state
@@ -59,9 +59,8 @@ class Learner:
     aggregate: Callable[[Array], Array]  # loss mask -> weights of the tokens in the loss
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # number of first steps of the run without updates of this learner
-    backoff: LearningRateBackoff | None = (
-        None  # lowers the learning rate after a rollback; None if the run never rolls back
-    )
+    # Lowers the learning rate after a rollback; None if the run never rolls back.
+    backoff: LearningRateBackoff | None = None
     base: FrozenBase = ALL_LEARN  # parameters that do not learn; the TrainState holds only those that learn
 
     def all_parameters(self, state: TrainState) -> PyTree:
@@ -94,7 +93,7 @@ class Learner:
 
 def coefficients(optimizer: Optimizer, state: TrainState) -> Metrics:
     """Computes the coefficients of the next update."""
-    return {name: c.value(state.coef_state[name]) for name, c in optimizer.coefficients.items()}
+    return {name: coef.value(state.coef_state[name]) for name, coef in optimizer.coefficients.items()}
 
 
 # The only metric of an objective that is not a value per token: the `ExpertLoad` of experts by the trained tokens.
@@ -130,6 +129,7 @@ def policy_objective(
     correct = correct or make_importance_weights()
 
     def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
+        """Returns the loss per token [B, G, C] of a batch, and the metrics. coefs: value of each coefficient."""
         load: Any  # typed as Any, because among the metrics it takes the place of an array
         (logprobs, entropy), load = completion_logprobs_and_load(model, params, batch, sampling)
         old = old_logprobs(logprobs, batch)
@@ -138,9 +138,11 @@ def policy_objective(
             loss = jnp.where(batch.policy_mask, loss, 0.0)
         if off_policy:
             sampling_logprobs = old if batch.sampler_logprobs is None else batch.sampler_logprobs
-            stays = on_policy_mask(logprobs, sampling_logprobs, batch.advantages, batch.loss_mask, threshold=off_policy)
-            loss = jnp.where(stays, loss, 0.0)
-            metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - stays, loss.shape)}
+            is_on_policy = on_policy_mask(
+                logprobs, sampling_logprobs, batch.advantages, batch.loss_mask, threshold=off_policy
+            )
+            loss = jnp.where(is_on_policy, loss, 0.0)
+            metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - is_on_policy, loss.shape)}
         if batch.sampler_logprobs is not None:
             gap = jnp.where(batch.loss_mask, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
             metrics |= {"sampler/gap_mean": gap, "sampler/gap_max": gap}
@@ -188,11 +190,17 @@ def make_learner(
 
     # Each call makes new arrays, because updates donate them, and a run that rolls back to its start needs them again.
     def coef_state() -> dict[str, np.ndarray]:
-        return {name: np.asarray(c.start, np.float32) for name, c in optimizer.coefficients.items()}
+        return {name: np.asarray(coef.start, np.float32) for name, coef in optimizer.coefficients.items()}
 
-    states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state()), shapes)
-    placed = sharding.shardings(states, mesh)
-    states = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), states, placed)
+    def state_of(params: PyTree) -> TrainState:
+        return TrainState(params, optimizer.transform.init(params), coef_state())
+
+    def with_sharding(shape: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+    state_shapes = jax.eval_shape(state_of, shapes)
+    placed = sharding.shardings(state_shapes, mesh)
+    state_shapes = jax.tree.map(with_sharding, state_shapes, placed)
     gradient = partial(
         make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=base.combine
     )
@@ -207,7 +215,7 @@ def make_learner(
     coefs = jax.jit(partial(coefficients, optimizer))
     return Learner(
         update_step=step,
-        shapes=states,
+        shapes=state_shapes,
         init=init,
         coefficients=coefs,
         gradient=gradient,
@@ -238,9 +246,9 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         skip_reasons = {f"skip/{name}": SKIPS[name](metrics) & takes_effect for name in optimizer.skips}
         for reason in skip_reasons.values():
             takes_effect &= ~reason
-        usable = jax.tree.map(lambda g: jnp.where(takes_effect, g, jnp.nan), grads)
-        updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
-        updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
+        usable_grads = jax.tree.map(lambda grad: jnp.where(takes_effect, grad, jnp.nan), grads)
+        updates, opt_state = optimizer.transform.update(usable_grads, state.opt_state, state.params)
+        updates = jax.tree.map(lambda change: coefs["learning_rate"] * change, updates)
         metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, skip_reasons)
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
         # The optimizer has skipped the update if the gradient is not finite, which includes the NaN from above.
@@ -250,15 +258,16 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
             "updates/skipped_in_a_row": finite_state.notfinite_count,
         }
         if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
-            length = metrics[TRAINED] / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
+            trained_completions = jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
+            mean_length = metrics[TRAINED] / trained_completions
             # The mean of no rewards is NaN, which must not reach this metric.
-            reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
-            metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
+            mean_reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
+            metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * mean_length / mean_reward}
         # A skipped update must not advance a schedule or an adaptive coefficient.
         has_learned = jnp.isfinite(metrics["grad_norm"]) & takes_effect
         coef_state = {
-            name: jnp.where(has_learned, c.adapt(state.coef_state[name], metrics), state.coef_state[name])
-            for name, c in optimizer.coefficients.items()
+            name: jnp.where(has_learned, coef.adapt(state.coef_state[name], metrics), state.coef_state[name])
+            for name, coef in optimizer.coefficients.items()
         }
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, coef_state), metrics
@@ -291,12 +300,13 @@ def make_gradient(
         def loss(
             params: PyTree, part: Batch, weights: Array, metric_weights: MetricWeights
         ) -> tuple[Array, dict[str, Any]]:
+            """Returns the loss of a micro-batch, a number, and its metrics. part: prompts of the micro-batch."""
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             # A micro-batch may hold only some completions of a prompt, and only these count in its metrics.
             metric_weights = metric_weights.masked(part.loss_mask)
             load: Any = metrics.pop(LOAD, None)
-            metrics = {name: reduce_metric(name, x, metric_weights) for name, x in metrics.items()}
+            metrics = {name: reduce_metric(name, values, metric_weights) for name, values in metrics.items()}
             if load is not None and BALANCE in coefs:
                 balance = coefs[BALANCE] * balance_loss(load, full_load or jax.lax.stop_gradient(load))
                 total, metrics = total + balance, metrics | {"loss/balance": balance}
@@ -307,14 +317,14 @@ def make_gradient(
 
         def visit(part: Microbatch) -> tuple[PyTree, Metrics]:
             grads, metrics = gradient_of_part(params, part.batch, *part.take((weights, metric_weights)))
-            return jax.tree.map(lambda g: g.astype(dtype), grads), metrics
+            return jax.tree.map(lambda grad: grad.astype(dtype), grads), metrics
 
         grads, metrics = microbatches.map_reduce(
             batch, visit, join_microbatches, empty_microbatch, microbatch=microbatch, mesh=mesh
         )
         if (load := metrics.pop(LOAD, None)) is not None:
             metrics |= load_metrics(load)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), metrics
+        return jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params), metrics
 
     return gradient
 
@@ -340,9 +350,9 @@ def full_batch_load(
 class MetricReduction(NamedTuple):
     """How a metric is reduced over the tokens of a micro-batch, and combined over micro-batches."""
 
-    reduce: Callable[[Array], Array]
-    combine: Callable[[Array, Array], Array]
-    identity: float  # reduced value of no tokens
+    reduce: Callable[[Array], Array]  # values of the tokens -> number of the micro-batch
+    combine: Callable[[Array, Array], Array]  # numbers of two micro-batches -> number of both
+    identity: float  # number of a micro-batch without tokens
 
 
 SUM = MetricReduction(jnp.sum, jnp.add, 0.0)
@@ -361,8 +371,8 @@ def reduction_of(metric_name: str) -> MetricReduction:
 class MetricWeights(NamedTuple):
     """Weights in the mean of a metric: of trained tokens and of their completions. All other weights are 0."""
 
-    tokens: Array  # [B, G, C]
-    completions: Array  # [B, G, 1]
+    tokens: Array  # [B, G, C], for metrics with a value per token
+    completions: Array  # [B, G, 1], for metrics with a value per completion
 
     @classmethod
     def of(cls, loss_mask: Array) -> MetricWeights:
@@ -391,7 +401,8 @@ def join_microbatches(left: tuple[PyTree, Metrics], right: tuple[PyTree, Metrics
     """Combines the gradients and metrics of two micro-batches, or of sums over several."""
     (left_gradients, left_metrics), (right_gradients, right_metrics) = left, right
     metrics = {
-        name: jax.tree.map(reduction_of(name).combine, x, right_metrics[name]) for name, x in left_metrics.items()
+        name: jax.tree.map(reduction_of(name).combine, left_metric, right_metrics[name])
+        for name, left_metric in left_metrics.items()
     }
     return optax.tree.add(left_gradients, right_gradients), metrics
 

@@ -124,6 +124,7 @@ class BackgroundLogger:
             self._print_line(f"warning: {self._name} {problems}{remedy}")
 
     def _add_call(self, *call: Any) -> None:
+        """Puts a call of the logger, its method and arguments, in the queue of the sending thread."""
         # A call may last long without an error, because a library may retry a server by itself for minutes.
         if time.monotonic() - self._call_start > SILENT_SECONDS and not self._hang_reported:
             self._hang_reported = True
@@ -138,6 +139,7 @@ class BackgroundLogger:
             self._changed.notify()
 
     def _send_calls(self) -> None:
+        """Sends the waiting calls one after the other, in the logger's own thread, until the run ends."""
         logger = self._retry("make", lambda: self._make_logger(self._run))
         while logger:
             with self._changed:

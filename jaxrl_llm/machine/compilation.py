@@ -166,6 +166,7 @@ class Compilations:
         jax.monitoring.unregister_event_listener(self._on_event)
 
     def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        """Counts a compiled program and its seconds. JAX calls this function at each event of its monitoring."""
         # JAX sends this event also for programs from the persistent cache, which `_on_event` counts separately.
         if event == "/jax/core/compile/backend_compile_duration":
             # Each compiled program is progress, because the start of a run compiles for many minutes without a step.

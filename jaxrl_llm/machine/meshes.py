@@ -107,15 +107,15 @@ def _split_from_sampler(devices: Sequence[Any], count: int) -> tuple[list[Any], 
         raise UserError(
             f"config.engine.devices = {count} must be a multiple of the number of processes, which is {len(processes)}"
         )
-    devices_by_process = [[d for d in devices if d.process_index == process] for process in processes]
+    devices_by_process = [[device for device in devices if device.process_index == process] for process in processes]
     if count_per_process >= min(map(len, devices_by_process)):
         raise UserError(
             f"config.engine.devices = {count} of {len(devices)} devices leaves no device for the trainer: choose a "
             "smaller number, or 0 to let sampler and trainer share all devices"
         )
-    return [d for process_devices in devices_by_process for d in process_devices[:-count_per_process]], [
-        d for process_devices in devices_by_process for d in process_devices[-count_per_process:]
-    ]
+    trainer = [device for of_process in devices_by_process for device in of_process[:-count_per_process]]
+    sampler = [device for of_process in devices_by_process for device in of_process[-count_per_process:]]
+    return trainer, sampler
 
 
 def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> Mesh:

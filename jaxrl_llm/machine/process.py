@@ -168,6 +168,7 @@ def serve(connection: int, lifeline: int) -> None:
 
 
 def _run_call(call: bytes) -> bytes:
+    """Runs a pickled call of the parent, and returns the pickled pair of an error (None without one) and the result."""
     try:
         function, args = pickle.loads(call)
         # pickle.dumps is inside the try block, because a value that cannot be pickled is an error of the function.
@@ -213,6 +214,7 @@ class Pool:
         return answers
 
     def _call(self, process_number: int, item: tuple[Any, ...], call_seconds: float, deadline: float) -> Any:
+        """Calls the function in a process, which it starts if needed. Returns None if the call takes too long."""
         process = self._processes[process_number]
         if time.monotonic() >= deadline:
             return None

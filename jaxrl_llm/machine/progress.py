@@ -130,6 +130,7 @@ class Display:
                 self.tick()
 
     def _draw(self) -> None:
+        """Shows the bars of the tasks that have lasted for BAR_DELAY seconds."""
         shown_tasks = [task for task in self._tasks if self._clock() - task.start_time >= BAR_DELAY]
         if not shown_tasks:
             return

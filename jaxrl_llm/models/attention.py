@@ -27,10 +27,11 @@ class KeyValue(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Attention masks of completion rows: True where a token sees a key."""
+    """Attention masks of B prompts with N completion rows each: True where one of T tokens sees a key."""
 
-    row: Array  # [B, N, T, S] bool, for the keys of the token's row
-    # [B, N, T, P] bool, for the keys of the prompt; [B, 1, 1, P] if all tokens see the same keys; None without prompt.
+    row: Array  # [B, N, T, S] bool, for the S keys of the token's row
+    # [B, N, T, P] bool, for the keys of the P prompt tokens; [B, 1, 1, P] if all tokens of the rows see the same prompt
+    # tokens; None without a prompt.
     prompt: Array | None = None
 
 
@@ -45,6 +46,7 @@ def attend(
 ) -> jax.Array:
     """Returns softmax attention [B, K, N, R, T, h] of a query [B, K, N, R, T, h] to its row and its prompt.
 
+    The axes are prompts, key heads, rows, query heads per key head, tokens, and the head size.
     row: keys and values [B, K, N, S, h]. prompt: keys and values [B, K, P, h], None without a prompt. soft_cap: bound
     of the scores, which are products of query and key, by soft_cap * tanh(score / soft_cap); 0 = unbounded. Scores and
     softmax are float32.
@@ -64,16 +66,17 @@ def attend(
     if prompt is not None and visible.prompt is not None:
         prompt_scores = product("bknrth,bkph->bknrtp", query, prompt.keys)
         scores.append(jnp.where(visible.prompt[:, None, :, None], soft_capped(prompt_scores, soft_cap), hidden_score))
-    # Row and prompt share one maximum, so they share one softmax. The result does not depend on the maximum, so it
-    # needs no gradient.
+    # Row and prompt share one maximum, so they share one softmax. The maximum needs no gradient, because the softmax
+    # does not depend on the number that is subtracted from all scores.
     highest_score = jnp.max(jnp.stack([jnp.max(scores_part, axis=-1) for scores_part in scores]), axis=0)[..., None]
     weights = [jnp.exp(scores_part - jax.lax.stop_gradient(highest_score)) for scores_part in scores]
     total = sum(jnp.sum(weights_part, axis=-1, keepdims=True) for weights_part in weights)
-    # The division by the sum of weights comes last, so that row and prompt need only one.
-    out = product("bknrts,bknsh->bknrth", weights[0].astype(query.dtype), row.values)
+    weighted_values = product("bknrts,bknsh->bknrth", weights[0].astype(query.dtype), row.values)
     if prompt is not None:
-        out = out + product("bknrtp,bkph->bknrth", weights[1].astype(query.dtype), prompt.values)
-    return (out / total).astype(query.dtype)
+        from_prompt = product("bknrtp,bkph->bknrth", weights[1].astype(query.dtype), prompt.values)
+        weighted_values = weighted_values + from_prompt
+    # The division by the sum of weights comes last, so that one division serves row and prompt.
+    return (weighted_values / total).astype(query.dtype)
 
 
 def soft_capped(x: Array, soft_cap: float) -> jax.Array:
@@ -85,9 +88,10 @@ def hide_tokens(logits: Array, tokens: tuple[int, ...], hidden_logit: float = -j
     """Returns logits [..., V] in which the logits of these token ids are replaced by `hidden_logit`."""
     if not tokens:
         return logits
-    # The compiler fuses one comparison per token. A mask would be a constant of the size of the vocabulary.
+    # Token ids are compared one by one, because a mask would be a constant of the size of the vocabulary in memory.
     token_id = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.where(reduce(jnp.logical_or, [token_id == token for token in tokens]), hidden_logit, logits)
+    is_hidden = reduce(jnp.logical_or, [token_id == token for token in tokens])
+    return jnp.where(is_hidden, hidden_logit, logits)
 
 
 def causal_mask(segment_ids: Array, window: int = 0, last_visible: Array | None = None) -> jax.Array:
@@ -97,15 +101,16 @@ def causal_mask(segment_ids: Array, window: int = 0, last_visible: Array | None 
     included; 0 = unlimited. last_visible [B, N, T]: index of the last token that a token sees, None = the token itself.
     """
     # Segment ids alone would also let a token see the later tokens of its completion.
-    visible = jnp.tril(
-        jnp.ones((segment_ids.shape[-1],) * 2, bool), 0 if last_visible is None else segment_ids.shape[-1]
-    )
+    length = segment_ids.shape[-1]
+    visible = jnp.tril(jnp.ones((length, length), bool), 0 if last_visible is None else length)
     if window:
         visible = jnp.triu(visible, 1 - window)
     visible = visible[None, None]
     if last_visible is not None:
-        visible = visible & (jnp.arange(last_visible.shape[-1])[None, None, None] <= last_visible[..., None])
-    return visible & (segment_ids[..., :, None] == segment_ids[..., None, :])
+        key_index = jnp.arange(length)[None, None, None]
+        visible = visible & (key_index <= last_visible[..., None])
+    is_same_completion = segment_ids[..., :, None] == segment_ids[..., None, :]
+    return visible & is_same_completion
 
 
 def tree_mask(segment_ids: Array, ends: Array, positions: Array, window: int = 0) -> jax.Array:
@@ -115,7 +120,8 @@ def tree_mask(segment_ids: Array, ends: Array, positions: Array, window: int = 0
     sees each token. positions [B, N, T]: position of each token on its path. window: number of tokens that a token
     sees, itself included; 0 = unlimited.
     """
-    visible = causal_mask(segment_ids) & (jnp.arange(ends.shape[-1])[None, None, :, None] < ends[..., None, :])
+    query_place = jnp.arange(ends.shape[-1])[None, None, :, None]
+    visible = causal_mask(segment_ids) & (query_place < ends[..., None, :])
     return visible & (positions[..., :, None] - positions[..., None, :] < window) if window else visible
 
 
@@ -163,7 +169,11 @@ def shard_kernel(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: 
 
 
 def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyValue]:
-    """Reorders projections [B, N, T, heads, h] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
+    """Moves the head axes of query, key and value before the token axis, as `attend` expects.
+
+    The query changes from [B, N, T, K * R, h] to [B, K, N, R, T, h]. Key and value change from [B, N, T, K, h] to
+    [B, K, N, T, h]. K: key heads; R: query heads per key head; h: head size.
+    """
     b, n, t, kv_heads, size = key.shape
     # The R query heads of a key head are neighbours in a checkpoint, as `repeat_kv` of transformers expects.
     query = query.reshape((b, n, t, kv_heads, -1, size)).transpose((0, 3, 1, 4, 2, 5))
@@ -171,6 +181,6 @@ def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyVa
 
 
 def token_major(attended: Array) -> jax.Array:
-    """Reorders the output of `attend`: [B, K, N, R, T, h] -> [B, N, T, heads, h]."""
+    """Moves the token axis of the output of `attend` before the heads: [B, K, N, R, T, h] -> [B, N, T, K * R, h]."""
     b, _, n, _, t, size = attended.shape
     return attended.transpose((0, 2, 4, 1, 3, 5)).reshape(b, n, t, -1, size)

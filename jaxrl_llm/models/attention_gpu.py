@@ -57,15 +57,21 @@ def attend_gpu(
 def _attend(
     rows: tuple[Array, ...], prompts: tuple[Array, ...], *, implementation: Literal["cudnn", "xla"]
 ) -> jax.Array:
+    """Returns attention [B, K, N, R, T, h] on one device. cuDNN needs arrays [rows, tokens, heads, h].
+
+    rows: query, keys, values, segment ids and mask of the rows. prompts: keys, values and mask of the prompts.
+    """
     (query, keys, values, segment_ids, row_visible), (prompt_keys, prompt_values, prompt_visible) = rows, prompts
-    b, k, n, r, t, h = query.shape
-    p = prompt_visible.shape[-1]
+    b, k, n, r, t, h = query.shape  # prompts, key heads, rows, query heads per key head, tokens, head size
+    p = prompt_visible.shape[-1]  # tokens of a prompt
     query_padding, key_padding = -t % LENGTH_MULTIPLE, -(t + p) % LENGTH_MULTIPLE
 
-    def pad_length(x: Array, padding: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    def pad_length(array: Array, padding: int) -> jax.Array:
+        """Pads the token axis of an array [rows, tokens, heads, h]."""
+        return jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0)))
 
     def row_with_prompt(row: Array, prompt: Array) -> jax.Array:
+        """Returns keys or values of each row and its prompt: [rows, tokens of row and prompt, heads, h]."""
         # The prompt is copied for each row, because cuDNN cannot share keys between rows.
         prompt = jnp.broadcast_to(prompt[:, :, None], (b, k, n, p, h))
         return jnp.concatenate([row, prompt], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)

@@ -23,12 +23,16 @@ ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # {name in config.json
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# The product of this many rows with a transposed kernel needs no barrier: the direct form is fast enough.
+# Number of token rows from which a product with a transposed kernel is fast enough without a barrier.
 MATERIALIZED_ROWS = 128
 
 
 class Attention(nnx.Module):
-    """The projections before and after grouped-query attention; the attention itself is `attention.attend`."""
+    """The linear layers of grouped-query attention: query, key and value before it, and the output after it.
+
+    The softmax attention between them is `attention.attend`. Letters of shapes: B prompts, N rows per prompt, T tokens
+    per row, D model width, K key heads, h head size.
+    """
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -41,15 +45,16 @@ class Attention(nnx.Module):
             self.query_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
             self.key_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
 
-    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Projects x [B, N, T, D] to query [B, N, T, heads, h], and key and value [B, N, T, K, h].
+    def project(self, states: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Projects hidden states [B, N, T, D] to query [B, N, T, heads, h], and key and value [B, N, T, K, h].
 
-        The query is divided by the square root of `score_size` in float32, so its products with keys are the scores.
+        angles: cosine and sine of the rotary embedding, for the position of each token. The query is divided by the
+        square root of `score_size` in float32, so its products with keys are the scores.
         """
-        cfg, batch_shape = self.cfg, x.shape[:3]
-        query = self.query(x).reshape(*batch_shape, cfg.heads, cfg.head_dim)
-        key = self.key(x).reshape(*batch_shape, cfg.kv_heads, cfg.head_dim)
-        value = self.value(x).reshape(*batch_shape, cfg.kv_heads, cfg.head_dim)
+        cfg, batch_shape = self.cfg, states.shape[:3]
+        query = self.query(states).reshape(*batch_shape, cfg.heads, cfg.head_dim)
+        key = self.key(states).reshape(*batch_shape, cfg.kv_heads, cfg.head_dim)
+        value = self.value(states).reshape(*batch_shape, cfg.kv_heads, cfg.head_dim)
         if cfg.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         # Rotate and scale in float32 and round once, because a rounding in between would change every score.
@@ -62,7 +67,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU or GeGLU (arXiv 2002.05202)."""
+    """The gated feed-forward part of a layer, SwiGLU or GeGLU: down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         project = partial(linear, cfg, rngs=rngs, use_bias=cfg.mlp_bias)
@@ -96,6 +101,7 @@ class Block(nnx.Module):
             self.mlp_post_norm = _norm(cfg, cfg.width, rngs=rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Returns query, key and value of the layer's attention, as `Attention.project`. x: input of the layer."""
         return self.attention.project(self.attention_norm(x), angles)
 
     def finish(self, x: Array, attended: Array) -> tuple[jax.Array, Routing | None]:
@@ -139,7 +145,7 @@ class EmbedAndHead(nnx.Module):
 
 
 class Linear(nnx.Linear):
-    """A linear map x [..., D] -> [..., E], whose kernel [D, E] may be int8 or have an adapter (`AdaptedKernel`)."""
+    """A linear layer x [..., D] -> [..., E], whose kernel W [D, E] may be int8 or have an adapter (`AdaptedKernel`)."""
 
     def __init__(self, cfg: DecoderConfig, din: int, dout: int, **options: Any):
         super().__init__(din, dout, dtype=jnp.dtype(cfg.dtype), **options)
@@ -151,9 +157,11 @@ class Linear(nnx.Linear):
         stored_kernel = self.kernel.get_value()
         adapter = stored_kernel if isinstance(stored_kernel, AdaptedKernel) else None
         kernel = adapter.frozen if adapter else stored_kernel
-        # The backward pass needs W as floats. A checkpoint dequantizes W again; without one, all kernels would be kept.
+        # The backward pass needs an int8 kernel as floats. With `jax.checkpoint` it dequantizes the kernel again;
+        # otherwise the float kernels of all layers would stay in memory until then.
         recompute = isinstance(kernel, QArray) and self.cfg.remat == "none"
-        outputs = (jax.checkpoint(self._product) if recompute else self._product)(token_rows, kernel)
+        product = jax.checkpoint(self._product) if recompute else self._product
+        outputs = product(token_rows, kernel)
         if adapter:
             # The product with W is computed as without an adapter, so that a new adapter changes no bit of the output.
             outputs = adapter.applied(token_rows, outputs.astype(jnp.float32), self.cfg.precision).astype(self.dtype)
@@ -163,22 +171,25 @@ class Linear(nnx.Linear):
         return outputs.reshape(*x.shape[:-1], -1)
 
     def _product(self, x: Array, kernel: BaseKernel) -> jax.Array:
-        """Returns x W: [T, D] -> [T, E]."""
+        """Returns the matrix product x W, [tokens, D] -> [tokens, E]. With cfg.transposed, W is stored as [E, D]."""
         weights, precision = as_array(kernel).astype(self.dtype), self.cfg.precision
         if not self.cfg.transposed:
             return jnp.matmul(x, weights, precision=precision)
+        contract_last_axes = (((1,), (1,)), ((), ()))  # `dot_general` sums over the last axis of both factors
         if len(x) >= MATERIALIZED_ROWS:
-            return jax.lax.dot_general(x, weights, (((1,), (1,)), ((), ())), precision=precision)
-        product = jax.lax.dot_general(weights, x, (((1,), (1,)), ((), ())), precision=precision)
-        # The barrier keeps the compiler from turning the product around.
+            return jax.lax.dot_general(x, weights, contract_last_axes, precision=precision)
+        product = jax.lax.dot_general(weights, x, contract_last_axes, precision=precision)
+        # The barrier keeps the compiler from swapping the factors again.
         return jax.lax.optimization_barrier(product).T
 
 
 def linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:
+    """Returns a linear layer of `din` inputs and `dout` outputs, with a new random kernel."""
     return Linear(cfg, din, dout, use_bias=use_bias, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
 
 def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm | UnitOffsetRMSNorm:
+    """Returns the RMS norm of the model's family over vectors of `size` numbers."""
     if cfg.unit_offset_norm:
         return UnitOffsetRMSNorm(cfg, size)
     return nnx.RMSNorm(size, epsilon=cfg.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)

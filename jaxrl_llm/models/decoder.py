@@ -2,6 +2,9 @@
 
 A prompt [B, P] is computed once per group. A row [B, N, T] holds one completion, or several packed ones. All rows of
 a group attend to one copy of the keys and values of their prompt.
+
+Letters of shapes: B prompts, P tokens of a prompt, N rows of a prompt's completions, T tokens of a row, D model width,
+L layers, K key heads, h head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,9 +49,9 @@ TOWER = "visual"  # key of the vision tower in the parameter tree
 
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
-    """Returns the hidden state [B, D] of the last real token.
+    """Returns the hidden state [B, D] of the last real token of each of B prompts.
 
-    hidden: hidden states [B, P, D]. mask: True on real tokens [B, P], padded on the left or on the right.
+    hidden: hidden states [B, P, D] of P tokens. mask: True on real tokens [B, P], padded on the left or on the right.
     """
     # argmax returns the first True of the reversed mask, which is the last real token.
     last_index = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
@@ -56,9 +59,10 @@ def last_state(hidden: Array, mask: Array) -> jax.Array:
 
 
 class PackedRows(NamedTuple):
-    """The completions that a model reads, one or several in a row: [B, N, T]. Each lies contiguously in its row.
+    """The completions that a model reads: B prompts with N rows of T tokens each. All arrays are [B, N, T].
 
-    If completions are trees, `previous` and `ends` say how their tokens follow each other, in places of the row.
+    A row holds one completion or several; the tokens of a completion stand together. If completions are trees,
+    `previous` and `ends` say how their tokens follow each other, in places of the row.
     """
 
     tokens: Array  # int32
@@ -69,7 +73,7 @@ class PackedRows(NamedTuple):
 
 
 class PerLayerKind(NamedTuple):
-    """One value for the layers with full attention, and one for the local (sliding-window) layers."""
+    """A pair of values, such as masks: one for layers with full attention, one for local (sliding-window) layers."""
 
     full: Any
     local: Any
@@ -110,7 +114,7 @@ class Decoder:
         self._tower = Tower(cfg, cfg.vision, mesh) if cfg.vision else None
 
     def init(self, key: Array) -> PyTree:
-        """Returns new float32 parameters; kernels and embedding are drawn from normal(0, 0.02)."""
+        """Returns new random parameters, in float32; kernels and embedding are drawn from normal(0, 0.02)."""
         block_key, outer_key = jax.random.split(key)
 
         # vmap traces one layer and stacks the results, so the program does not grow with the number of layers.
@@ -174,20 +178,21 @@ class Decoder:
             prompt.mask[:, None].astype(jnp.int32), last_visible=self._last_visible(prompt)
         )
 
-        def layer(x: Array, is_local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
-            block = self._block(params_l)
-            query, keys_values = head_major(*block.project(x, angles.select(is_local)))
-            x, _ = block.finish(x, token_major(attend_packed(is_local, query, keys_values)))
-            return x, _without_row_axis(keys_values)
+        def layer(states: Array, is_local: Array | bool, layer_params: PyTree) -> tuple[Array, KeyValue]:
+            block = self._block(layer_params)
+            query, keys_values = head_major(*block.project(states, angles.select(is_local)))
+            states, _ = block.finish(states, token_major(attend_packed(is_local, query, keys_values)))
+            return states, _without_row_axis(keys_values)
 
-        x, deepstack = self._insert_images(params, self._embed(params, prompt.tokens[:, None]), prompt.images)
-        x, prompt_cache = self._run_layers(layer, x, params["layers"], deepstack=deepstack)
-        return self._embed_and_head(params).norm(x)[:, 0], prompt_cache
+        embeddings = self._embed(params, prompt.tokens[:, None])
+        states, deepstack = self._insert_images(params, embeddings, prompt.images)
+        states, prompt_cache = self._run_layers(layer, states, params["layers"], deepstack=deepstack)
+        return self._embed_and_head(params).norm(states)[:, 0], prompt_cache
 
     def forward(
         self, params: PyTree, prompt: Prompt, rows: PackedRows, collect: RoutingCollector | None = None
     ) -> tuple[jax.Array, jax.Array, PyTree]:
-        """Runs prompts [B, P] and their completion rows [B, N, T] in one pass.
+        """Runs prompts [B, P] and their completion rows [B, N, T] in one pass: N rows of T tokens for each prompt.
 
         Each matrix product covers the tokens of prompts and rows together. Returns hidden states of prompts [B, P, D]
         and of rows [B, N, T, D], and the results of `collect` for the routing of the rows, with a leading axis of
@@ -195,13 +200,15 @@ class Decoder:
         """
         prompt_length = prompt.tokens.shape[1]
 
-        def join(x_prompts: Array, x_rows: Array) -> jax.Array:
-            """[B, 1, P, ...] and [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
-            x_rows = x_rows.reshape(len(x_rows), 1, -1, *x_rows.shape[3:])
-            return jnp.concatenate([x_prompts, x_rows], axis=2)
+        def join(of_prompts: Array, of_rows: Array) -> jax.Array:
+            """Joins the token axes of prompts and rows: [B, 1, P, ...], [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
+            of_rows = of_rows.reshape(len(of_rows), 1, -1, *of_rows.shape[3:])
+            return jnp.concatenate([of_prompts, of_rows], axis=2)
 
-        def split(x: Array) -> tuple[jax.Array, jax.Array]:
-            return x[:, :, :prompt_length], x[:, :, prompt_length:].reshape(*rows.tokens.shape, *x.shape[3:])
+        def split(joined: Array) -> tuple[jax.Array, jax.Array]:
+            """Undoes `join`."""
+            of_rows = joined[:, :, prompt_length:].reshape(*rows.tokens.shape, *joined.shape[3:])
+            return joined[:, :, :prompt_length], of_rows
 
         # A completion continues at the number of real tokens of its prompt, because padding has no position.
         after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + rows.positions
@@ -211,21 +218,23 @@ class Decoder:
         )
         attend_packed = self._attend_packed(rows.segment_ids, prompt.mask, after_prompt, ends=rows.ends)
 
-        def layer(x: Array, is_local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
-            block = self._block(params_l)
-            x_prompts, x_rows = zip(*(split(y) for y in block.project(x, angles.select(is_local))), strict=True)
+        def layer(states: Array, is_local: Array | bool, layer_params: PyTree) -> tuple[Array, PyTree]:
+            block = self._block(layer_params)
+            projections = block.project(states, angles.select(is_local))
+            of_prompts, of_rows = zip(*(split(projection) for projection in projections), strict=True)
             # The rows of a group attend to the keys and values of the prompt, and gradients flow back through them.
-            query, prompt_cache = head_major(*x_prompts)
+            query, prompt_cache = head_major(*of_prompts)
             from_prompts = attend_prompts(is_local, query, prompt_cache)
-            from_rows = attend_packed(is_local, *head_major(*x_rows), _without_row_axis(prompt_cache))
-            x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_rows)))
-            return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
+            from_rows = attend_packed(is_local, *head_major(*of_rows), _without_row_axis(prompt_cache))
+            states, routing = block.finish(states, join(token_major(from_prompts), token_major(from_rows)))
+            routing_of_rows = jax.tree.map(lambda array: split(array)[1], routing)
+            return states, _collected(collect, routing_of_rows)
 
-        x = self._embed(params, join(prompt.tokens[:, None], rows.tokens), by_width=True)
-        x, deepstack = self._insert_images(params, x, prompt.images)
-        x, collected = self._run_layers(layer, x, params["layers"], deepstack=deepstack)
-        x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
-        return x_prompts[:, 0], x_rows, collected
+        embeddings = self._embed(params, join(prompt.tokens[:, None], rows.tokens), by_width=True)
+        states, deepstack = self._insert_images(params, embeddings, prompt.images)
+        states, collected = self._run_layers(layer, states, params["layers"], deepstack=deepstack)
+        prompt_states, row_states = split(self._embed_and_head(params).norm(states))
+        return prompt_states[:, 0], row_states, collected
 
     def extend(
         self,
@@ -237,23 +246,25 @@ class Decoder:
     ) -> tuple[jax.Array, PyTree]:
         """Runs completion rows [B, N, T] after prompts whose keys and values `prefill` has computed.
 
-        prompt_cache: keys and values of the prompts, from `prefill`. The other arguments are as in `forward`. Returns
-        hidden states [B, N, T, D], and the results of `collect`.
+        prompt_cache: keys and values of the prompts, from `prefill`. collect: function of the routing of each layer,
+        whose results are returned; None = no results. Returns hidden states [B, N, T, D], and the results of `collect`.
         """
         after_prompt, images = jnp.sum(prompt.mask, axis=-1)[:, None, None] + rows.positions, prompt.images
         angles = self._angles(after_prompt if images is None else images.end[:, None, None] + rows.positions)
         attend_packed = self._attend_packed(rows.segment_ids, prompt.mask, after_prompt, ends=rows.ends)
 
-        def layer(x: Array, is_local: Array | bool, params_l: PyTree, prompt_cache_l: KeyValue) -> tuple[Array, PyTree]:
-            block = self._block(params_l)
-            attended = attend_packed(is_local, *head_major(*block.project(x, angles.select(is_local))), prompt_cache_l)
-            x, routing = block.finish(x, token_major(attended))
-            return x, _collected(collect, routing)
+        def layer(
+            states: Array, is_local: Array | bool, layer_params: PyTree, layer_cache: KeyValue
+        ) -> tuple[Array, PyTree]:
+            block = self._block(layer_params)
+            query, keys_values = head_major(*block.project(states, angles.select(is_local)))
+            attended = attend_packed(is_local, query, keys_values, layer_cache)
+            states, routing = block.finish(states, token_major(attended))
+            return states, _collected(collect, routing)
 
-        x, collected = self._run_layers(
-            layer, self._embed(params, rows.tokens, by_width=True), params["layers"], prompt_cache
-        )
-        return self._embed_and_head(params).norm(x), collected
+        embeddings = self._embed(params, rows.tokens, by_width=True)
+        states, collected = self._run_layers(layer, embeddings, params["layers"], prompt_cache)
+        return self._embed_and_head(params).norm(states), collected
 
     def step(
         self,
@@ -263,7 +274,7 @@ class Decoder:
         cache: list[Any],
         attend: Callable[..., tuple[Array, Any]],
     ) -> tuple[jax.Array, list[Any], list[Any]]:
-        """Runs one decoding round: the next tokens [B, N, T] of rows.
+        """Runs the next tokens [B, N, T] of rows, whose earlier keys and values are in the cache: a step of decoding.
 
         params: parameter tree from `unstack`. positions [B, N, T]: position of each token in its text; after a prompt
         with images, positions continue at `Images.end`. attend(is_local, query, keys and values of these tokens, cache
@@ -272,26 +283,25 @@ class Decoder:
         """
         angles = self._angles(positions)
 
-        def layer(x: Array, is_local: Array | bool, params_l: PyTree, cache_l: Any) -> tuple[Array, Any]:
-            block = self._block(params_l)
-            attended, cache_l = attend(is_local, *head_major(*block.project(x, angles.select(is_local))), cache_l)
-            x, routing = block.finish(x, token_major(attended))
-            return x, (cache_l, routing and routing.chosen)
+        def layer(states: Array, is_local: Array | bool, layer_params: PyTree, layer_cache: Any) -> tuple[Array, Any]:
+            block = self._block(layer_params)
+            query, keys_values = head_major(*block.project(states, angles.select(is_local)))
+            attended, layer_cache = attend(is_local, query, keys_values, layer_cache)
+            states, routing = block.finish(states, token_major(attended))
+            return states, (layer_cache, routing and routing.chosen)
 
-        x, outputs = self._run_layers(layer, self._embed(params, tokens), params["layers"], cache)
+        states, outputs = self._run_layers(layer, self._embed(params, tokens), params["layers"], cache)
         cache, chosen_experts = map(list, zip(*outputs, strict=True))
-        return self._embed_and_head(params).norm(x), cache, chosen_experts
+        return self._embed_and_head(params).norm(states), cache, chosen_experts
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
-        """Returns float32 logits [..., V] for hidden states [..., D]."""
+        """Returns float32 logits [..., V] over the vocabulary for hidden states [..., D]."""
         # Products have the model's dtype, but sums are float32, because log-probabilities are differences of logits.
-        flat, kernel = (
-            x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), self.head_kernel(params))
-        )
-        logits = jnp.matmul(flat, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
-        return hide_tokens(soft_capped(logits, self.cfg.final_soft_cap), self.cfg.hidden_tokens).reshape(
-            *hidden.shape[:-1], -1
-        )
+        flat_states = hidden.reshape(-1, hidden.shape[-1]).astype(self.cfg.dtype)
+        kernel = self.head_kernel(params).astype(self.cfg.dtype)
+        logits = jnp.matmul(flat_states, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
+        logits = hide_tokens(soft_capped(logits, self.cfg.final_soft_cap), self.cfg.hidden_tokens)
+        return logits.reshape(*hidden.shape[:-1], -1)
 
     def head_kernel(self, params: PyTree) -> jax.Array:
         """Returns the head's kernel [D, V], in float32; a tied head is the transposed embedding."""
@@ -304,6 +314,7 @@ class Decoder:
         return params | {"layers": layers}
 
     def _angles(self, positions: Array) -> PerLayerKind:
+        """Returns the angles of the rotary embedding for tokens at these positions, for full and for local layers."""
         full = rotary_angles(positions, self.cfg.rope)
         return PerLayerKind(full, rotary_angles(positions, self.cfg.local_rope) if self.cfg.local_rope else full)
 
@@ -319,9 +330,11 @@ class Decoder:
         images = prompt.images
         if images is None or not self.cfg.vision or not self.cfg.vision.bidirectional_tokens:
             return None
-        (b, m), token_index = images.columns.shape, jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)
-        segments = images.segments.reshape(b, m, -1)[..., 0]
-        last_of_segment = jax.vmap(partial(jax.ops.segment_max, num_segments=m + 1))(images.columns, segments)
+        prompts, image_tokens = images.columns.shape
+        token_index = jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)
+        segments = images.segments.reshape(prompts, image_tokens, -1)[..., 0]  # number of the image of each image token
+        find_last = partial(jax.ops.segment_max, num_segments=image_tokens + 1)
+        last_of_segment = jax.vmap(find_last)(images.columns, segments)
 
         def last_visible_of_prompt(columns: Array, last_of_segment: Array, segments: Array) -> jax.Array:
             return token_index.at[columns].set(last_of_segment[segments], mode="drop")
@@ -393,17 +406,18 @@ class Decoder:
     def _run_layers(
         self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any, deepstack: DeepStackVectors | None = None
     ) -> tuple[Array, Any]:
-        """Runs x through all layers, and returns x and the outputs of the layers.
+        """Runs hidden states x through all layers, and returns the new states and the outputs of the layers.
 
-        layer(x, is_local, parameters of the layer, ...): returns the new x and an output. per_layer: further arguments
-        of `layer`, each with one entry per layer. deepstack: vectors that the first layers add, None = none.
+        layer(x, is_local, parameters of the layer, ...): returns the new x and an output. is_local: True for a layer
+        with a sliding window. per_layer: further arguments of `layer`, each with one entry per layer. deepstack:
+        vectors that the first layers add to image tokens, None = none.
         """
         layer_is_local = self.cfg.kinds
         if deepstack is not None:
             layer_numbers = range(self.cfg.layers) if isinstance(layers, list) else jnp.arange(self.cfg.layers)
             layer, per_layer = deepstack.wrap_layer(layer), (*per_layer, layer_numbers)
         if not isinstance(layers, list):
-            # If all layers are of one kind, `local` is a Python bool, so that masks are not selected at run time.
+            # If all layers are of one kind, `is_local` is a Python bool, so that masks are not selected at run time.
             one_kind = len(set(layer_is_local)) == 1
 
             def scanned_layer(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
@@ -424,76 +438,88 @@ class Decoder:
         by_width: whether each device looks up only its part of the width, because the table is split over fsdp.
         """
         # Cast after the lookup, because a frequent token's gradient sums thousands of rows and needs float32.
-        x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
+        embeddings = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
         if self.cfg.scaled_embedding:
             # The factor is rounded to the model's dtype, as in transformers.
-            x = x * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)
+            embeddings = embeddings * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)
         if self.mesh is None:
-            return x
+            return embeddings
         if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
             # Without this constraint, and with a vocabulary split over `tensor`, a device would hold the rows of all
             # devices.
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
+            split_width = NamedSharding(self.mesh, P("data", None, None, "fsdp"))
+            embeddings = jax.lax.with_sharding_constraint(embeddings, split_width)
         # Shard the prompts here, because XLA would shard the width, like the embedding, and keep all prompts on each
         # device.
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
+        return jax.lax.with_sharding_constraint(embeddings, NamedSharding(self.mesh, BATCH))
 
     def _insert_images(
-        self, params: PyTree, x: Array, images: Images | None
+        self, params: PyTree, embeddings: Array, images: Images | None
     ) -> tuple[jax.Array, DeepStackVectors | None]:
         """Replaces the embeddings of image tokens by the vectors of the vision tower.
 
-        x: embeddings [B, 1, T, D], prompts first. images: images of the prompts, None without any. Returns the new
-        embeddings, and the vectors that the first layers add (None without DeepStack).
+        embeddings: embeddings [B, 1, T, D] of T tokens, prompts first. images: images of the prompts, None without any.
+        Returns the new embeddings, and the vectors that the first layers add (None without DeepStack).
         """
         if images is None:
-            return x, None
+            return embeddings, None
         assert self.cfg.vision and self._tower
-        tower, (b, m) = self._tower, images.columns.shape
-        # The condition is evaluated once per batch, so one prompt with an image costs as much as an image in each.
+        tower, dtype = self._tower, embeddings.dtype
+        vectors_shape = (1 + len(tower.vision.deepstack_layers), *images.columns.shape, self.cfg.width)
+        # A batch without images skips the tower. The condition is evaluated once per batch, so one prompt with an image
+        # costs as much as an image in each.
         vectors = jax.lax.cond(
             jnp.any(images.segments > 0),
-            lambda: tower(params[TOWER], images).astype(x.dtype),
-            lambda: jnp.zeros((1 + len(tower.vision.deepstack_layers), b, m, self.cfg.width), x.dtype),
+            lambda: tower(params[TOWER], images).astype(dtype),
+            lambda: jnp.zeros(vectors_shape, dtype),
         )
         # Padding columns are set out of range, so that they are dropped and not written into the completions.
-        columns = jnp.where(images.columns < images.positions.shape[-1], images.columns, x.shape[2])
+        prompt_length, length = images.positions.shape[-1], embeddings.shape[2]
+        columns = jnp.where(images.columns < prompt_length, images.columns, length)
         insert_vectors = jax.vmap(lambda row, positions, vector: row.at[positions].set(vector, mode="drop"))
-        x = insert_vectors(x[:, 0], columns, vectors[0])[:, None]
-        return x, DeepStackVectors(columns, vectors[1:]) if tower.vision.deepstack_layers else None
+        embeddings = insert_vectors(embeddings[:, 0], columns, vectors[0])[:, None]
+        return embeddings, DeepStackVectors(columns, vectors[1:]) if tower.vision.deepstack_layers else None
 
     def _embed_and_head(self, params: PyTree) -> EmbedAndHead:
         return self._outer_parts({name: leaf for name, leaf in params.items() if name not in ("layers", TOWER)})
 
 
 class DeepStackVectors(NamedTuple):
-    """Vectors that the first K layers of a decoder add to the hidden states of image tokens (DeepStack)."""
+    """Vectors of a vision tower that the first layers of a decoder add to the hidden states of image tokens.
 
-    columns: Array  # [B, M] index of each image token in its row; an index out of range adds nothing
-    vectors: Array  # [K, B, M, D] vectors of each layer
+    DeepStack (arXiv 2406.04334) feeds features of inner layers of the tower to the decoder in this way.
+    """
+
+    columns: Array  # [B, M] index of each of M image tokens in its row; an index out of range adds nothing
+    vectors: Array  # [first layers, B, M, D] vectors that each of the first layers adds
 
     def wrap_layer(self, layer: Callable) -> Callable:
-        """Returns `layer` with the layer's number as an additional last argument: its output has the vectors added."""
+        """Returns a function that runs `layer`, and adds the vectors of this layer to its new hidden states.
+
+        The function has the number of the layer as an additional last argument.
+        """
         layers_with_vectors = len(self.vectors)
         add_to = jax.vmap(lambda row, positions, vector: row.at[positions].add(vector, mode="drop"))
 
-        def with_vectors(x: Array, *arguments: Any) -> tuple[jax.Array, Any]:
+        def with_vectors(states: Array, *arguments: Any) -> tuple[jax.Array, Any]:
             *layer_arguments, layer_number = arguments
-            x, output = layer(x, *layer_arguments)
+            states, output = layer(states, *layer_arguments)
             if isinstance(layer_number, int) and layer_number >= layers_with_vectors:
-                return x, output
+                return states, output
 
-            def add_vectors(x: Array) -> jax.Array:
-                return add_to(x[:, 0], self.columns, self.vectors[jnp.minimum(layer_number, layers_with_vectors - 1)])[
-                    :, None
-                ]
+            def add_vectors(states: Array) -> jax.Array:
+                # Both branches of `cond` are traced, so the index must be valid for later layers too.
+                layer_vectors = self.vectors[jnp.minimum(layer_number, layers_with_vectors - 1)]
+                return add_to(states[:, 0], self.columns, layer_vectors)[:, None]
 
-            return jax.lax.cond(layer_number < layers_with_vectors, add_vectors, lambda x: x, x), output
+            has_vectors = layer_number < layers_with_vectors
+            return jax.lax.cond(has_vectors, add_vectors, lambda states: states, states), output
 
         return with_vectors
 
 
 def _collected(collect: RoutingCollector | None, routing: Routing | None) -> PyTree:
+    """Returns collect(routing) of a layer; None without experts or without a collector."""
     return collect(routing) if collect and routing else None
 
 

@@ -22,10 +22,10 @@ from jaxrl_llm.structs import Array
 
 
 class Routing(NamedTuple):
-    """The decisions of a layer's router for each token."""
+    """The experts that a layer's router chooses for each token, and its probabilities."""
 
-    probabilities: Array  # [..., experts] float32, the router's softmax
-    chosen: Array  # [..., chosen] int32, numbers of the chosen experts
+    probabilities: Array  # [tokens ..., experts] float32, the router's softmax
+    chosen: Array  # [tokens ..., chosen] int32, numbers of the chosen experts
 
 
 class Kernel(nnx.Module):
@@ -59,7 +59,10 @@ class Experts(nnx.Module):
         self.down = Kernel(mixture.experts, cfg.mlp_width, cfg.width, rngs=rngs)
 
     def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
-        """Returns the weighted sum [B, N, T, D] of the chosen experts' outputs for x [B, N, T, D], and the routing."""
+        """Returns the weighted sum of the chosen experts' outputs, and the routing.
+
+        x, and the sum: [B, N, T, D], for prompts, rows, tokens of a row, and the model's width.
+        """
         linear_maps = (self.gate_up, self.down) if self.mixture.fused else (self.gate, self.up, self.down)
         router, kernels = self.router.kernel[...], [part.kernel[...] for part in linear_maps]
         # The cast comes before kernels are sent between devices, because it halves the bytes. `_cast_with_gradient`
@@ -72,6 +75,7 @@ class Experts(nnx.Module):
         def on_device(
             x: Array, router: Array, cast_kernels: Sequence[Array], kernels: Sequence[Array]
         ) -> tuple[jax.Array, Routing]:
+            """Runs the experts of one device on its tokens."""
             first_expert = jax.lax.axis_index(expert_axis) * len(cast_kernels[0]) if expert_axis else 0
             outputs, routing = self._run_own_experts(
                 x, router, *map(_cast_with_gradient, cast_kernels, kernels), first_expert=first_expert
@@ -100,9 +104,9 @@ class Experts(nnx.Module):
         routing, weights = self._route(tokens, router)
         expert_index = routing.chosen.reshape(-1) - first_expert
         on_this_device = (expert_index >= 0) & (expert_index < own_experts)
-        # One index after the last own expert stands for all experts of other devices, so that these sort last.
+        # All experts of other devices get the same index, which follows the own experts, so that they sort last.
         expert_index = jnp.where(on_this_device, expert_index, own_experts)
-        # A stable sort keeps the order of the batch, in which a kernel's gradient then sums its tokens.
+        # The sort is stable, so that the gradient of a kernel sums its tokens in the order of the batch.
         by_expert = jnp.argsort(expert_index, stable=True)
         group_sizes = jnp.sum(expert_index[None] == jnp.arange(own_experts)[:, None], axis=1, dtype=jnp.int32)
         rows = _permute_rows(jnp.repeat(tokens, choices, axis=0), by_expert)
@@ -118,12 +122,16 @@ class Experts(nnx.Module):
         weights = jnp.where(on_this_device.reshape(weights.shape), weights, 0.0)[..., None]
         # The sum is float32, because bfloat16 would round at each term.
         summed = jnp.sum(outputs.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
-        return summed.reshape(x.shape), jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), routing)
+        routing = jax.tree.map(lambda array: array.reshape(*x.shape[:-1], -1), routing)
+        return summed.reshape(x.shape), routing
 
-    def _route(self, x: Array, router: Array) -> tuple[Routing, jax.Array]:
-        """Returns the routing of M tokens x [M, D], and the weights [M, chosen] of their chosen experts."""
+    def _route(self, tokens: Array, router: Array) -> tuple[Routing, jax.Array]:
+        """Chooses the experts of tokens. Returns the routing, and the weights [tokens, chosen] of the chosen experts.
+
+        tokens: hidden states [tokens, D]. router: kernel of the router [D, experts].
+        """
         # The logits are float32, because rounding would change the choice of experts.
-        logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+        logits = jnp.matmul(tokens.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         probabilities = jax.nn.softmax(logits)
         # The softmax covers all experts, as in Qwen. Mixtral's softmax over the chosen experts equals this softmax with
         # normalized weights.
@@ -156,5 +164,6 @@ _cast_with_gradient.defvjp(_cast_forward, _cast_backward)
 
 
 def _permute_rows(rows: Array, order: Array) -> jax.Array:
+    """Returns the rows in another order. order: for each new row, the index of the old one."""
     # unique_indices makes the gradient a permutation too, and not a slower scatter-add.
     return rows.at[order].get(unique_indices=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.structs import Array
 
-# Bounds for the rows of a block. Small blocks make the loop long; in large ones, more rows are computed in vain.
+# Bounds for the rows of a block. Small blocks make the loop long. Large blocks have more padding.
 MIN_ROWS, MAX_ROWS = 8, 256
 
 # The product of rows [M, D] and output gradients [M, F] is, group by group, the gradient of the kernels [E, D, F].
@@ -25,9 +25,10 @@ _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(rows: Array, kernels: Array, sizes: Array, precision: jax.lax.Precision | None = None) -> jax.Array:
-    """Multiplies each row by the kernel of its group: rows [M, D], kernels [E, D, F] -> [M, F].
+    """Multiplies each row by the kernel of its group, as a mixture of experts needs. Returns the products [M, F].
 
-    rows must be sorted by group. sizes: number of rows of each group [E]. Rows after the last group give 0.
+    rows [M, D]: sorted by group. kernels [E, D, F]: one for each of E groups. sizes [E]: number of rows of each group.
+    The products of rows after the last group are 0.
     """
     ragged_dot = partial(jax.lax.ragged_dot, precision=precision)
     product = jax.lax.platform_dependent(
@@ -42,6 +43,7 @@ def _forward(rows: Array, kernels: Array, sizes: Array, precision: Any) -> tuple
 
 
 def _backward(precision: Any, saved: tuple[Array, ...], gradients: Array) -> tuple[Any, Any, None]:
+    """Returns the gradients of rows and kernels. gradients: gradients [M, F] of the products."""
     rows, kernels, sizes = saved
     row_gradients = grouped_matmul(gradients, jnp.swapaxes(kernels, 1, 2), sizes, precision)
     ragged_dot = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_KERNEL_GRADIENT, precision=precision)
@@ -86,31 +88,36 @@ def _pad_rows(rows: Array, blocks: _Blocks) -> jax.Array:
 
 
 def _by_blocks(rows: Array, kernels: Array, sizes: Array, *, precision: Any) -> jax.Array:
+    """Computes the products of `grouped_matmul` in a loop over blocks of rows, each with the kernel of its group."""
     blocks = _make_blocks(len(rows), sizes)
     padded = _pad_rows(rows, blocks)
 
-    def step(i: Array, products: Array) -> jax.Array:
-        group, first_row = blocks.locate(i)
-        block = jax.lax.dynamic_slice_in_dim(padded, first_row, blocks.size)
+    def multiply_block(block: Array, products: Array) -> jax.Array:
+        group, first_row = blocks.locate(block)
+        block_rows = jax.lax.dynamic_slice_in_dim(padded, first_row, blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
+        product = jnp.matmul(block_rows, kernel, precision=precision)
         # Blocks run in order, because a group's last block also writes into rows that the next group then overwrites.
-        return jax.lax.dynamic_update_slice_in_dim(
-            products, jnp.matmul(block, kernel, precision=precision), first_row, 0
-        )
+        return jax.lax.dynamic_update_slice_in_dim(products, product, first_row, 0)
 
     products = jnp.zeros((len(padded), kernels.shape[2]), rows.dtype)
     # The number of blocks is known only at run time. JAX cannot differentiate such a loop, so `grouped_matmul` defines
     # its own gradient.
-    return jax.lax.fori_loop(0, blocks.total, step, products)[: len(rows)]
+    return jax.lax.fori_loop(0, blocks.total, multiply_block, products)[: len(rows)]
 
 
 def _kernel_gradients_by_blocks(rows: Array, gradients: Array, sizes: Array, *, precision: Any) -> jax.Array:
+    """Returns the gradients of the kernels [E, D, F], in a loop over blocks of rows.
+
+    rows: [M, D]. gradients: gradients of the products [M, F]. sizes: number of rows of each group [E].
+    """
     blocks = _make_blocks(len(rows), sizes)
     rows, gradients = _pad_rows(rows, blocks), _pad_rows(gradients, blocks)
 
-    def step(i: Array, totals: Array) -> jax.Array:
-        group, first_row = blocks.locate(i)
-        block_rows, gradient = (jax.lax.dynamic_slice_in_dim(y, first_row, blocks.size) for y in (rows, gradients))
+    def add_block(block: Array, totals: Array) -> jax.Array:
+        group, first_row = blocks.locate(block)
+        block_rows = jax.lax.dynamic_slice_in_dim(rows, first_row, blocks.size)
+        gradient = jax.lax.dynamic_slice_in_dim(gradients, first_row, blocks.size)
         in_group = (first_row + jnp.arange(blocks.size) < blocks.ends[group])[:, None]
         # Leave out the rows of the next groups in this block, because they belong to other kernels.
         gradient = jnp.where(in_group, gradient, 0)
@@ -120,4 +127,4 @@ def _kernel_gradients_by_blocks(rows: Array, gradients: Array, sizes: Array, *, 
 
     # The sum over many blocks needs float32.
     totals = jnp.zeros((len(sizes), rows.shape[1], gradients.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, blocks.total, step, totals).astype(rows.dtype)
+    return jax.lax.fori_loop(0, blocks.total, add_block, totals).astype(rows.dtype)

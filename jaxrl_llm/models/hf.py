@@ -104,6 +104,7 @@ def find_local_checkpoint(path: str) -> Path | None:
 
 
 def _download(path: str, field: str, *, weights: bool) -> Path:
+    """Downloads a checkpoint from the hub, or finds it in the hub's cache, and returns its folder."""
     # Imported here, because the import is slow and only hub ids need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -293,6 +294,7 @@ def _folder_table(family: str, tensor_files: dict[str, Any]) -> TensorNames:
 
 
 def _unsupported_family(family: str, settings: dict[str, Any], families: list[str]) -> str:
+    """Returns the end of the error for a model_type that this package lacks, with the models to use instead."""
     if family not in TEXT_FAMILIES and "vision_config" not in settings:
         remedy = (
             "use one of these, or set model.family to your own function that reads this config.json (docs/models.md)"
@@ -422,6 +424,7 @@ def load_params(
     shapes = {name: part for name, part in shapes.items() if name in parts or not parts}
 
     def load(progress_bar: progress.Task, path: Any, shape_leaf: Any, dtype: Any) -> jax.Array:
+        """Loads one parameter. shape_leaf: its shape. dtype: its dtype on the devices."""
         name = sharding.path_name(path)
         leaf_sharding = jax.NamedSharding(mesh, sharding.spec_for(name, shape_leaf.shape, mesh))
         # Each part is read from the disk once, and copied to all devices that hold this part.
@@ -540,6 +543,7 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
 
 
 def _check_tensors(folder: Path, tensor_files: dict[str, Any], shapes: PyTree, table: TensorNames) -> None:
+    """Checks that the files have exactly the tensors that config.json requires. Raises: UserError, naming a tensor."""
     expected = names.tensor_shapes(shapes, table)
     for tensor, shape in expected.items():
         if tensor not in tensor_files:
@@ -573,6 +577,7 @@ def _check_tensors(folder: Path, tensor_files: dict[str, Any], shapes: PyTree, t
 
 
 def _check_dtype(folder: Path, tensor_files: dict[str, Any], tensor: str) -> None:
+    """Raises: UserError, if a tensor is quantized."""
     dtype = tensor_files[tensor].get_slice(tensor).get_dtype()
     if dtype not in (*DTYPES, "F64"):
         raise UserError(
@@ -621,6 +626,7 @@ def _read_part(
 
 
 def _check_finite(folder: Path, tensor: str, values: np.ndarray) -> None:
+    """Raises: UserError, naming the file, if a tensor has an infinite or NaN value."""
     # Check here, because the self-test would only report that engine and trainer disagree.
     if not np.isfinite(values).all():
         file = next(file for file in weight_files(folder) if tensor in {*safe_open(file, "np").keys()})

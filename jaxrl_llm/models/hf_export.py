@@ -45,6 +45,7 @@ def save(folder: Path, params: PyTree, source: Path, *, family: str = "") -> Non
 
 
 def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype, table: TensorNames) -> None:
+    """Writes the weights, and copies the tokenizer and settings of `source`, into an empty folder."""
     # Imported here, because the import is slow and only an export needs it.
     from huggingface_hub import split_state_dict_into_shards_factory
 

@@ -30,7 +30,10 @@ LANES = 128  # width of a TPU's registers, and tokens of a page there
 
 
 class Pages(NamedTuple):
-    """The pages of one layer: keys and values of tokens. Outside of `shard_map`, d devices are a leading axis."""
+    """The pages of one layer on one device: keys and values of tokens, for K key heads, p pages and s tokens of a page.
+
+    h: head size. Outside of `shard_map`, the arrays have a leading axis of devices.
+    """
 
     # Keys have the token axis last, because both products of attention then read contiguous memory, which takes a CPU
     # half the time.
@@ -58,10 +61,10 @@ class Pages(NamedTuple):
         return Pages(jnp.swapaxes(keys, 2, 3), values, key_scale, value_scale)
 
     def write(self, page: Array, offset: Array, tokens: KeyValue) -> Pages:
-        """Returns the pages with new tokens written.
+        """Returns the pages with the new tokens of S sequences, T of each, written into them.
 
         page: page of each token [S, T]; tokens of a page out of range are not written. offset: index of each token in
-        its page [S, T]. tokens: keys and values [K, S, T, h].
+        its page [S, T]. tokens: keys and values [K, S, T, h] of K heads with size h.
         """
         new_pages = self.from_tokens(tokens)
 
@@ -90,7 +93,7 @@ class PartialAttention(NamedTuple):
 
 
 class PageReaders(NamedTuple):
-    """Which sequences read which pages and prompts, on one device."""
+    """Which of S sequences read which pages, and which of e prompts, on one device."""
 
     table: Array  # [S, n] numbers of each sequence's pages, in the order of its tokens; a number out of range: no page
     places: Array  # [S, T] place of each token in its sequence; a token reads the pages up to its own place
@@ -100,7 +103,7 @@ class PageReaders(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of a layer, and memory for the scores of its pages. Shapes: see `Pages`."""
+    """Keys and values of a layer, of prompts and of sequences, and memory for the scores of its pages."""
 
     prompts: Pages
     pages: Pages  # pages of sequences
@@ -118,14 +121,15 @@ def attend(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> tuple[jax.Array, LayerCache]:
-    """Returns attention [K, S, T, R, h], in float32, of a query [K, S, T, R, h] to its prompt and its pages; the cache.
+    """Returns attention, in float32, of queries to the prompt and the pages of their sequence, and the cache.
 
-    prompt_hidden [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token. readers: pages and prompt of each
-    sequence. window: number of tokens that a token sees, 0 = unlimited. soft_cap: bound of scores, 0 = unbounded.
+    Query and attention are [K, S, T, R, h]: key heads, sequences, tokens of a sequence, query heads per key head, head
+    size. prompt_hidden [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token. readers: pages and prompt of
+    each sequence. window: number of tokens that a token sees, 0 = unlimited. soft_cap: bound of scores, 0 = unbounded.
 
-    Both loops run over the columns of the table, from the first page to the last one that a real token sees. So the
-    time follows the tokens that are there, not the width of the table. Memory for scores that this function made itself
-    would have to be cleared, for the whole width and each token.
+    Both loops run over the columns of `readers.table`, from the first page to the last one that a real token sees. So
+    the time follows the number of real tokens, not the width of the table. The caller gives the memory for scores,
+    because memory of this function would be cleared, for the whole width of the table, at each token.
     """
     prompts, pages, scores = cache
     size, columns = pages.keys.shape[3], readers.table.shape[1]
@@ -133,11 +137,11 @@ def attend(
     weigh_all = partial(weigh_values, dtype=query.dtype, precision=precision)
     first, end = _visible_columns(readers, window, size)
 
-    def column(j: Array | int) -> tuple[Pages, jax.Array]:
-        """Returns the j-th page of each sequence, and the scores [K, S, T, R, s] of its tokens."""
-        number = jax.lax.dynamic_index_in_dim(readers.table, j, axis=1, keepdims=False)
+    def score_column(column: Array | int) -> tuple[Pages, jax.Array]:
+        """Returns the page of each sequence in a column of the table, and the scores [K, S, T, R, s] of its tokens."""
+        number = jax.lax.dynamic_index_in_dim(readers.table, column, axis=1, keepdims=False)
         page = pages.take(jnp.minimum(number, pages.keys.shape[1] - 1))
-        key_place, query_place = j * size + jnp.arange(size)[None, None], readers.places[..., None]
+        key_place, query_place = column * size + jnp.arange(size)[None, None], readers.places[..., None]
         hidden = key_place > query_place
         hidden |= key_place <= query_place - window if window else False
         return page, score_all(query, page, jnp.where(hidden, HIDDEN_SCORE, 0.0))
@@ -145,25 +149,36 @@ def attend(
     def over_columns(step: Callable[[Array | int, PyTree], PyTree], start: PyTree) -> PyTree:
         return step(0, start) if columns == 1 else jax.lax.fori_loop(first, end, step, start)
 
-    def highest(j: Array | int, so_far: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
-        (highest_score, kept), (_, new) = so_far, column(j)
-        if kept is not None:
-            kept = jax.lax.dynamic_update_index_in_dim(kept, new.reshape(*new.shape[:2], -1), j, axis=1)
-        return jnp.maximum(highest_score, jnp.max(new, axis=-1)), kept
+    def update_highest(column: Array | int, so_far: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        """Returns the highest score of each query so far, and the memory with the scores of this column."""
+        highest_score, memory = so_far
+        _, new_scores = score_column(column)
+        if memory is not None:
+            flat_scores = new_scores.reshape(*new_scores.shape[:2], -1)
+            memory = jax.lax.dynamic_update_index_in_dim(memory, flat_scores, column, axis=1)
+        return jnp.maximum(highest_score, jnp.max(new_scores, axis=-1)), memory
 
-    def add(j: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        page, again = column(j)
-        kept = again if scores is None else jax.lax.dynamic_index_in_dim(scores, j, axis=1).reshape(again.shape)
-        return jax.tree.map(jnp.add, sums, weigh_all(kept, highest_score, page))
+    def add_values(column: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Adds the weighted values and the weights of this column to `sums`."""
+        # If the scores are in memory, the compiler drops their second computation.
+        page, column_scores = score_column(column)
+        if scores is not None:
+            stored_scores = jax.lax.dynamic_index_in_dim(scores, column, axis=1)
+            column_scores = stored_scores.reshape(column_scores.shape)
+        return jax.tree.map(jnp.add, sums, weigh_all(column_scores, highest_score, page))
 
     # Prompt and pages share one maximum, so they share one softmax. The sums follow the order of the tokens, so their
     # rounding does not depend on where the scheduler puts pages.
     prompt_scores = score_all(group_rows(query, readers), prompts, prompt_hidden)
-    highest_score, scores = over_columns(highest, (member_rows(jnp.max(prompt_scores, axis=-1), readers), scores))
+    highest_of_prompts = member_rows(jnp.max(prompt_scores, axis=-1), readers)
+    highest_score, scores = over_columns(update_highest, (highest_of_prompts, scores))
     from_prompts = weigh_all(prompt_scores, group_rows(highest_score, readers), prompts)
     zeros = jnp.zeros(query.shape, jnp.float32), jnp.zeros(query.shape[:-1], jnp.float32)
-    from_pages = over_columns(add, zeros)
-    weighted_values, weight_sums = (member_rows(x, readers) + y for x, y in zip(from_prompts, from_pages, strict=True))
+    from_pages = over_columns(add_values, zeros)
+    weighted_values, weight_sums = (
+        member_rows(of_prompts, readers) + of_pages
+        for of_prompts, of_pages in zip(from_prompts, from_pages, strict=True)
+    )
     return weighted_values / weight_sums[..., None], cache._replace(scores=scores)
 
 
@@ -181,9 +196,11 @@ def _visible_columns(readers: PageReaders, window: int, size: int) -> tuple[jax.
 def score(
     query: Array, pages: Pages, hidden: Array, *, soft_cap: float, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Returns scores [K, p, Q, R, s], in float32, of the queries of each page [K, p, Q, R, h] for its tokens.
+    """Returns the scores of attention, in float32, of the queries of each page for the tokens of the page.
 
-    hidden [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or HIDDEN_SCORE for a hidden token.
+    query [K, p, Q, R, h]: Q queries of each of p pages, for K key heads and R query heads per key head. The scores are
+    [K, p, Q, R, s], for s tokens of a page. hidden [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or
+    HIDDEN_SCORE for a hidden token.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = product("kpqrh,kphs->kpqrs", query, pages.keys.astype(query.dtype))
@@ -195,9 +212,10 @@ def score(
 def weigh_values(
     scores: Array, highest_score: Array, pages: Pages, *, dtype: jnp.dtype, precision: jax.lax.Precision | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns sums of values [K, p, Q, R, h], weighted by exp(score - highest_score), and the sums of weights.
+    """Returns the sums of the values of each page, weighted by exp(score - highest_score), and the sums of weights.
 
-    scores: [K, p, Q, R, s]. highest_score: [K, p, Q, R]. dtype: dtype of the products.
+    scores [K, p, Q, R, s]: scores of Q queries per page for its s tokens. highest_score: [K, p, Q, R]. dtype: dtype of
+    the products. The sums of values are [K, p, Q, R, h], and those of weights [K, p, Q, R].
     """
     weights = _compute_once(jnp.exp(scores - highest_score[..., None]))
     scaled_weights = weights if pages.value_scale is None else weights * pages.value_scale[:, :, None, None]
@@ -214,12 +232,15 @@ def _in_int8(x: Array) -> tuple[jax.Array, jax.Array]:
 
 
 def group_rows(x: Array, readers: PageReaders) -> jax.Array:
-    """Regroups values x [K, S, T, ...] of sequences by their prompts: [K, e, G * T, ...]."""
+    """Regroups an array of sequences by prompt, so that a group's queries meet their prompt in one product.
+
+    x [K, S, T, ...]: for S sequences of T tokens. Returns [K, e, G * T, ...], for e prompts of G sequences each.
+    """
     return x[:, readers.members].reshape(len(x), len(readers.members), -1, *x.shape[3:])
 
 
 def member_rows(x: Array, readers: PageReaders) -> jax.Array:
-    """Regroups values x [K, e, G * T, ...] of prompts by their sequences: [K, S, T, ...]."""
+    """Undoes `group_rows`: regroups an array [K, e, G * T, ...] of prompts by sequence, to [K, S, T, ...]."""
     return x.reshape(len(x), readers.members.size, -1, *x.shape[3:])[:, readers.member]
 
 
@@ -232,9 +253,10 @@ def attend_prompts(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> PartialAttention:
-    """Returns attention [K, S, T, R] of a query [K, S, T, R, h] to its prompt alone.
+    """Returns the attention of queries to the prompt of their sequence alone.
 
-    hidden [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token.
+    query [K, S, T, R, h]: T tokens of each of S sequences, for K key heads and R query heads per key head. hidden [e, G
+    * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token.
     """
     scores = score(group_rows(query, readers), prompts, hidden, soft_cap=soft_cap, precision=precision)
     highest_score = _compute_once(jnp.max(scores, axis=-1))

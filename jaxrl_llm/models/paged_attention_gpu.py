@@ -111,10 +111,11 @@ def _attend(
     precision = jax.lax.Precision.HIGHEST if heads.dtype == jnp.float32 else None
     product = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
 
-    def attend_page(j: Array, pages_before: PartialAttention) -> PartialAttention:
-        token_places = j * page_tokens + jnp.arange(page_tokens)
+    def attend_page(page_index: Array, pages_before: PartialAttention) -> PartialAttention:
+        """Adds one page of the sequence to the attention to the pages before it."""
+        token_places = page_index * page_tokens + jnp.arange(page_tokens)
         is_visible = ((token_places >= first_token) & (token_places < end_token))[None]
-        page = table[sequence, j]
+        page = table[sequence, page_index]
         scores = product(heads, keys[head, page].astype(heads.dtype))
         scores = scores * scales[0][head, page][None] if scales else scores
         scores = jnp.where(is_visible, soft_capped(scores, soft_cap), HIDDEN_SCORE)

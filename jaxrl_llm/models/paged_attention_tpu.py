@@ -45,8 +45,9 @@ def attend_own(
     *,
     interpret: bool = False,
 ) -> PartialAttention:
-    """Returns attention [K, S, R] of a query [K, S, R, h] to the pages of its sequence.
+    """Returns attention [K, S, R] of a query [K, S, R, h] to the pages of its sequence, by the TPU kernel.
 
+    The axes are key heads, sequences, query heads per key head, and the head size.
     table: numbers of each sequence's pages [S, n], in order. length: number of tokens in these pages [S].
     window: number of last tokens that are seen, 0 = all. soft_cap: bound of scores, 0 = unbounded. interpret: whether
     to emulate the kernel, for tests. weight_sum is 0 for a sequence without tokens.
@@ -109,8 +110,10 @@ def write_own(pages: Pages, page: Array, offset: Array, tokens: KeyValue, *, int
     """
     k, page_count, h, _ = pages.keys.shape
     sequences, page_arrays, tokens_are_rows = len(page), _as_stored(pages, h), h % LANES == 0
-    most_tokens = max(1, COPY_BYTES // (sum(x.nbytes for x in pages[:2]) // page_count))
-    tokens_of_program = next(x for x in range(min(most_tokens, sequences), 0, -1) if sequences % x == 0)
+    page_bytes = sum(array.nbytes for array in pages[:2]) // page_count
+    most_tokens = max(1, COPY_BYTES // page_bytes)
+    # The largest divisor of the number of sequences, so that all programs write equally many tokens.
+    tokens_of_program = next(count for count in range(min(most_tokens, sequences), 0, -1) if sequences % count == 0)
     shape = (sequences, k, 1, h) if tokens_are_rows else (sequences, k, h, 1)
     new_tokens = [jnp.swapaxes(x[:, :, 0], 0, 1).reshape(shape) for x in tokens]
     any_memory = pl.BlockSpec(memory_space=pl.ANY)
@@ -196,7 +199,7 @@ def _attend(
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
     @pl.when(step == 0)
-    def _():
+    def _clear_outputs():
         weighted_values[...] = jnp.zeros(weighted_values.shape, jnp.float32)
         highest_score[...] = jnp.full(highest_score.shape, HIDDEN_SCORE, jnp.float32)
         weight_sum[...] = jnp.zeros(weight_sum.shape, jnp.float32)
@@ -205,22 +208,25 @@ def _attend(
     first_token = (jax.lax.div(start[sequence], page_tokens) + step * pages_of_program) * page_tokens
 
     @pl.when(first_token < length[sequence])
-    def _():
+    def _add_pages():
         token_places = first_token + jax.lax.broadcasted_iota(jnp.int32, (1, 1, page_tokens), 2)
-        is_visible = [
-            (token_places + i * page_tokens >= start[sequence]) & (token_places + i * page_tokens < length[sequence])
-            for i in range(pages_of_program)
-        ]
-        scores = [soft_capped(product(f"krh,{axes}->krs", query[...], x[...]), soft_cap) for x in keys]
-        scores = [jnp.where(visible, x, HIDDEN_SCORE) for visible, x in zip(is_visible, scores, strict=True)]
+        places_by_page = [token_places + index * page_tokens for index in range(pages_of_program)]
+        is_visible = [(places >= start[sequence]) & (places < length[sequence]) for places in places_by_page]
+        # All lists below have one entry for each page of the program.
+        scores = [soft_capped(product(f"krh,{axes}->krs", query[...], page[...]), soft_cap) for page in keys]
+        scores = [jnp.where(visible, score, HIDDEN_SCORE) for visible, score in zip(is_visible, scores, strict=True)]
         new_highest = jnp.maximum(highest_score[...], jnp.max(reduce(jnp.maximum, scores), axis=-1, keepdims=True))
         # Weights of hidden keys are set to 0, because exp(0) = 1 where the highest score is HIDDEN_SCORE.
         weights = [
-            jnp.where(visible, jnp.exp(x - new_highest), 0.0) for visible, x in zip(is_visible, scores, strict=True)
+            jnp.where(visible, jnp.exp(score - new_highest), 0.0)
+            for visible, score in zip(is_visible, scores, strict=True)
         ]
+        # The sums of earlier pages were made with a lower highest score.
         rescale = jnp.exp(highest_score[...] - new_highest)
-        rounded = [x.astype(query.dtype) for x in weights]
-        page_values = [product(f"krs,{axes}->krh", weight, x[...]) for weight, x in zip(rounded, values, strict=True)]
+        rounded_weights = [weight.astype(query.dtype) for weight in weights]
+        page_values = [
+            product(f"krs,{axes}->krh", weight, page[...]) for weight, page in zip(rounded_weights, values, strict=True)
+        ]
         weighted_values[...] = reduce(jnp.add, page_values, rescale * weighted_values[...])
         weight_sum[...] = rescale * weight_sum[...] + jnp.sum(reduce(jnp.add, weights), axis=-1, keepdims=True)
         highest_score[...] = new_highest
@@ -234,28 +240,36 @@ def _write(page: Any, offset: Any, *refs: Any, tokens_of_program: int, axis: int
     tokens, pages_out, buffers, semaphore = refs[:2], refs[4:6], refs[6:8], refs[8]
     first_token = pl.program_id(0) * tokens_of_program
 
-    def for_each(do: Any) -> None:
-        @pl.loop(0, tokens_of_program)
-        def _(i: Array) -> None:
-            pl.when(page[first_token + i] < pages_out[0].shape[1])(partial(do, i))
+    def for_each(run: Any) -> None:
+        """Calls run(index) for each token of the program whose page exists. index: index of the token."""
 
-    def copies(i: Array, back: bool) -> list[Any]:
-        pairs = [(x.at[:, page[first_token + i]], buffer.at[i]) for x, buffer in zip(pages_out, buffers, strict=True)]
+        @pl.loop(0, tokens_of_program)
+        def _(index: Array) -> None:
+            pl.when(page[first_token + index] < pages_out[0].shape[1])(partial(run, index))
+
+    def copies_of(index: Array, back: bool) -> list[Any]:
+        """Returns the copies of a token's pages, of keys and of values: to the buffers, or back from them."""
+        number = page[first_token + index]
+        pairs = [(out.at[:, number], buffer.at[index]) for out, buffer in zip(pages_out, buffers, strict=True)]
         return [
-            pltpu.make_async_copy(b, a, semaphore) if back else pltpu.make_async_copy(a, b, semaphore) for a, b in pairs
+            pltpu.make_async_copy(buffer, stored, semaphore)
+            if back
+            else pltpu.make_async_copy(stored, buffer, semaphore)
+            for stored, buffer in pairs
         ]
 
-    def change(i: Array) -> None:
+    def write_token(index: Array) -> None:
         for token, buffer in zip(tokens, buffers, strict=True):
             # The selection is in float32, because some TPUs cannot select among bfloat16.
-            old_rows, new_rows = buffer[i].astype(jnp.float32), token[i].astype(jnp.float32)
-            at_offset = jax.lax.broadcasted_iota(jnp.int32, old_rows.shape, axis) == offset[first_token + i]
-            buffer[i] = jnp.where(at_offset, new_rows, old_rows).astype(buffer.dtype)
+            old_rows, new_rows = buffer[index].astype(jnp.float32), token[index].astype(jnp.float32)
+            at_offset = jax.lax.broadcasted_iota(jnp.int32, old_rows.shape, axis) == offset[first_token + index]
+            buffer[index] = jnp.where(at_offset, new_rows, old_rows).astype(buffer.dtype)
 
-    def all_copies(back: bool) -> None:
-        for_each(lambda i: [copy.start() for copy in copies(i, back)] and None)
-        for_each(lambda i: [copy.wait() for copy in copies(i, back)] and None)
+    def copy_all(back: bool) -> None:
+        # All copies start before the first wait, so that they run at the same time.
+        for_each(lambda index: [copy.start() for copy in copies_of(index, back)] and None)
+        for_each(lambda index: [copy.wait() for copy in copies_of(index, back)] and None)
 
-    all_copies(back=False)
-    for_each(change)
-    all_copies(back=True)
+    copy_all(back=False)
+    for_each(write_token)
+    copy_all(back=True)

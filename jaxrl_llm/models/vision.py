@@ -71,47 +71,55 @@ class Tower:
         }
 
     def __call__(self, params: PyTree, images: Images) -> jax.Array:
-        """Returns vectors [1 + K, B, M, D] of the merged tokens: the embeddings, then those for K decoder layers."""
+        """Runs the tower on the patches of B prompts. Returns vectors [1 + K, B, M, D] of M merged tokens per prompt.
+
+        The first vectors replace the token embeddings, and the K others are added by the first K decoder layers.
+        """
         outer_parts = self._outer_parts({name: leaf for name, leaf in params.items() if name not in ("layers", "deep")})
         angles = None if self.vision.siglip else self._angles(images.places)
         segments = images.segments[:, None]
 
-        def layer(x: Array, scanned: tuple[Array, PyTree]) -> tuple[jax.Array, None]:
-            sees_image = all(self._sees_image) if len(set(self._sees_image)) == 1 else scanned[0]
-            block = self._block(scanned[1])
-            attended = self._attend(sees_image, *block.project(x, angles), segments)
-            return block.finish(x, attended), None
+        def layer(states: Array, scanned: tuple[Array, PyTree]) -> tuple[jax.Array, None]:
+            layer_sees_image, layer_params = scanned
+            sees_image = all(self._sees_image) if len(set(self._sees_image)) == 1 else layer_sees_image
+            block = self._block(layer_params)
+            attended = self._attend(sees_image, *block.project(states, angles), segments)
+            return block.finish(states, attended), None
 
-        x, deepstack_vectors, first_layer = outer_parts.patches(images.patches), list[Array](), 0
-        x = self._shard_by_prompt((outer_parts.table(x, images) if self.vision.position_grid else x)[:, None])
-        scanned = jnp.asarray(self._sees_image), params["layers"]
+        states, deepstack_vectors, first_layer = outer_parts.patches(images.patches), list[Array](), 0
+        if self.vision.position_grid:
+            states = outer_parts.table(states, images)
+        states = self._shard_by_prompt(states[:, None])
+        all_layers = jnp.asarray(self._sees_image), params["layers"]
         # The layers are scanned in ranges that end at the DeepStack layers, because one scan would keep the outputs of
         # all layers.
         for end_layer in (*(layer + 1 for layer in self.vision.deepstack_layers), self.vision.depth):
-            layer_range = scanned
+            layer_range = all_layers
             if end_layer - first_layer < self.vision.depth:
-                layer_range = jax.tree.map(lambda x, first=first_layer, end=end_layer: x[first:end], scanned)
-            x, _ = jax.lax.scan(rematerialized(layer, self.cfg.remat), x, layer_range)
-            if len(deepstack_vectors) < len(self.vision.deepstack_layers):
-                merger = self._deepstack_merger(jax.tree.map(lambda x: x[len(deepstack_vectors)], params["deep"]))
-                deepstack_vectors.append(self._shard_by_prompt(merger(x[:, 0])))
+                layer_range = jax.tree.map(lambda array, first=first_layer, end=end_layer: array[first:end], all_layers)
+            states, _ = jax.lax.scan(rematerialized(layer, self.cfg.remat), states, layer_range)
+            deepstack_index = len(deepstack_vectors)
+            if deepstack_index < len(self.vision.deepstack_layers):
+                merger_params = jax.tree.map(lambda array, index=deepstack_index: array[index], params["deep"])
+                merger = self._deepstack_merger(merger_params)
+                deepstack_vectors.append(self._shard_by_prompt(merger(states[:, 0])))
             first_layer = end_layer
-        return jnp.stack([self._shard_by_prompt(outer_parts.merger(x[:, 0])), *deepstack_vectors])
+        return jnp.stack([self._shard_by_prompt(outer_parts.merger(states[:, 0])), *deepstack_vectors])
 
     @property
     def _sees_image(self) -> tuple[bool, ...]:
         """For each layer, whether a patch sees its whole image, and not only its window."""
-        return tuple(not self.vision.window or i in self.vision.full_layers for i in range(self.vision.depth))
+        has_windows, depth = bool(self.vision.window), self.vision.depth
+        return tuple(not has_windows or layer in self.vision.full_layers for layer in range(depth))
 
     def _angles(self, places: Array) -> tuple[jax.Array, jax.Array]:
-        """Returns cosine and sine [B, 1, N, h / 2] of the rotary angles of patches.
+        """Returns cosine and sine [B, 1, N, h / 2] of the rotary angles of N patches, for heads of size h.
 
         places: row and column of each patch [B, N, 2]. The first half of the angles grows with the row, the second
         half with the column.
         """
-        frequencies = jnp.asarray(
-            default_rope(self.vision.rope_theta, self.vision.head_dim // 2).frequencies, jnp.float32
-        )
+        rope = default_rope(self.vision.rope_theta, self.vision.head_dim // 2)
+        frequencies = jnp.asarray(rope.frequencies, jnp.float32)
         angles = places.astype(jnp.float32)[:, None, :, :, None] * frequencies[None, None, None, None]
         angles = angles.reshape(*angles.shape[:3], -1)
         return jnp.cos(angles), jnp.sin(angles)
@@ -128,6 +136,7 @@ class Tower:
         return jax.lax.cond(sees_image, attend_in_images, attend_in_windows, query, key, value, segments)
 
     def _shard_by_prompt(self, x: Array) -> jax.Array:
+        """Splits an array with a leading axis of prompts over the devices by prompt."""
         # Without this constraint, XLA may shard like the kernels, over fsdp, and hold all prompts on each device.
         return x if self.mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
@@ -135,43 +144,53 @@ class Tower:
 def _attend_in_windows(
     query: Array, key: Array, value: Array, segments: Array, *, size: int, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Returns attention within windows of `size` patches. The padding of a window sees only itself."""
+    """Returns attention [B, 1, N, heads, h] of patches to the patches of their window of `size` patches.
+
+    The padding of a window sees only padding.
+    """
 
     def split_windows(x: Array) -> jax.Array:
+        """Splits the axis of N patches into windows: [B, 1, N, ...] -> [B, windows, size, ...]."""
         return x.reshape(len(x), -1, size, *x.shape[3:])
 
-    # The layout of `attend`: queries by key-value head, and keys and values of a row, which is a window here.
-    grouped_query, window = head_major(split_windows(query), split_windows(key), split_windows(value))
-    visible = Visible(_equal_segments(split_windows(segments), split_windows(segments)))
-    return token_major(attend(grouped_query, window, visible, precision=precision)).reshape(query.shape)
+    # `attend` sees each window as a row of tokens.
+    grouped_query, keys_values = head_major(split_windows(query), split_windows(key), split_windows(value))
+    window_segments = split_windows(segments)
+    visible = Visible(_equal_segments(window_segments, window_segments))
+    return token_major(attend(grouped_query, keys_values, visible, precision=precision)).reshape(query.shape)
 
 
 def _attend_in_images(
     query: Array, key: Array, value: Array, segments: Array, *, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Returns attention within images, for a part of the queries at a time. The backward pass recomputes the scores."""
-    grouped, row = head_major(query, key, value)
-    length = query.shape[2]
-    part_count = -(-length // QUERIES_AT_A_TIME)
+    """Returns attention [B, 1, N, heads, h] of patches to the patches of their image.
 
-    def attend_part(query_segments: tuple[Array, Array]) -> jax.Array:
-        return attend(
-            query_segments[0], row, Visible(_equal_segments(query_segments[1], segments)), precision=precision
-        )
+    To save memory, a part of the queries attends at a time, and the backward pass computes the scores again.
+    """
+    all_queries, keys_values = head_major(query, key, value)
+    length = query.shape[2]
+    part_count = -(-length // QUERIES_AT_A_TIME)  # rounded up
+
+    def attend_part(part: tuple[Array, Array]) -> jax.Array:
+        queries, query_segments = part
+        visible = Visible(_equal_segments(query_segments, segments))
+        return attend(queries, keys_values, visible, precision=precision)
 
     if part_count == 1:
-        return token_major(attend_part((grouped, segments)))
+        return token_major(attend_part((all_queries, segments)))
     part_size = -(-length // part_count)
+    padding = part_count * part_size - length
 
-    def split(x: Array, axis: int) -> jax.Array:
-        """Splits an axis of patches into equal parts, padded at the end, and moves the axis of parts to the front."""
-        widths = [(0, part_count * part_size - length if i == axis else 0) for i in range(x.ndim)]
-        x = jnp.pad(x, widths)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], part_count, part_size, *x.shape[axis + 1 :]), axis, 0)
+    def split(x: Array, patch_axis: int) -> jax.Array:
+        """Splits the axis of patches into equal parts, padded at the end, and moves the axis of parts to the front."""
+        padded = jnp.pad(x, [(0, padding if axis == patch_axis else 0) for axis in range(x.ndim)])
+        by_part = padded.reshape(*x.shape[:patch_axis], part_count, part_size, *x.shape[patch_axis + 1 :])
+        return jnp.moveaxis(by_part, patch_axis, 0)
 
-    attended = jax.lax.map(jax.checkpoint(attend_part), (split(grouped, 4), split(segments, 2)))
+    attended = jax.lax.map(jax.checkpoint(attend_part), (split(all_queries, 4), split(segments, 2)))
     # The parts are joined again: [parts, B, heads, 1, 1, size, h] -> [B, heads, 1, 1, N, h].
-    attended = jnp.moveaxis(attended, 0, 4).reshape(*grouped.shape[:4], part_count * part_size, grouped.shape[-1])
+    joined_shape = (*all_queries.shape[:4], part_count * part_size, all_queries.shape[-1])
+    attended = jnp.moveaxis(attended, 0, 4).reshape(joined_shape)
     return token_major(attended[:, :, :, :, :length])
 
 
@@ -196,8 +215,9 @@ class TowerBlock(nnx.Module):
         self.mlp = TowerMLP(cfg, vision, rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array] | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projects x [B, 1, N, E] to query, key and value [B, 1, N, heads, h]; the query is divided by sqrt(h).
+        """Projects N patches x [B, 1, N, E] to query, key and value [B, 1, N, heads, h].
 
+        The query is divided by the square root of h, so its products with keys are the scores of attention.
         angles: cosine and sine of the patches; None for a tower without a rotary embedding.
         """
         heads, normed = (self.vision.heads, self.vision.head_dim), self.attention_norm(x)
@@ -214,6 +234,7 @@ class TowerBlock(nnx.Module):
         return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
 
     def finish(self, x: Array, attended: Array) -> jax.Array:
+        """Returns the output of the layer, from its input x [B, 1, N, E] and its attention [B, 1, N, heads, h]."""
         x = x + self.output(attended.reshape(x.shape))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -259,22 +280,24 @@ class PatchEmbedding(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(vision.width))
 
     def __call__(self, patches: Array) -> jax.Array:
-        """Returns vectors [B, N, E] of patches [B, N, F], the uint8 values of their pixels."""
+        """Returns vectors [B, N, E] of N patches [B, N, F], the F uint8 numbers of their pixels."""
         vision = self.vision
-        mean, std = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (vision.pixel_mean, vision.pixel_std))
-        x = patches.reshape(-1, CHANNELS, vision.patch_size**2).astype(jnp.float32) / 255
-        x = ((x - mean) / std).reshape(len(x), -1).astype(self.dtype)
+        mean = jnp.asarray(vision.pixel_mean, jnp.float32)[None, :, None]
+        std = jnp.asarray(vision.pixel_std, jnp.float32)[None, :, None]
+        pixels = patches.reshape(-1, CHANNELS, vision.patch_size**2).astype(jnp.float32) / 255
+        pixels = ((pixels - mean) / std).reshape(len(pixels), -1).astype(self.dtype)
         # An image repeats one frame, so the kernels of the frames add up. They are rounded as in the engines, and added
         # in float32.
         if vision.patch_frames:
             kernel = jnp.sum(self.kernel[...].astype(self.dtype).astype(jnp.float32), axis=2)
         else:
             kernel = self.still.kernel[...]
-        kernel = kernel.transpose(2, 1, 0, 3).reshape(x.shape[1], -1).astype(self.dtype)
-        y = jnp.matmul(x, kernel, precision=self.precision)
+        kernel = kernel.transpose(2, 1, 0, 3).reshape(pixels.shape[1], -1).astype(self.dtype)
+        vectors = jnp.matmul(pixels, kernel, precision=self.precision)
         if vision.patch_bias:
-            y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
-        return y.reshape(*patches.shape[:2], -1)
+            bias = self.bias[...].astype(self.dtype)[None]
+            vectors = (vectors.astype(jnp.float32) + bias).astype(self.dtype)
+        return vectors.reshape(*patches.shape[:2], -1)
 
 
 class PositionTable(nnx.Module):
@@ -308,9 +331,10 @@ class PositionTable(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """A norm, and an MLP that turns the patches of a merged token into one vector.
+    """The last part of a tower: a norm, and an MLP that turns the patches of a merged token into one vector.
 
-    norm_after_merge: whether the norm covers the patches of a merged token together; False = each patch alone.
+    A merged token is a square of merge_size x merge_size patches. norm_after_merge: whether the norm covers the patches
+    of a merged token together; False = each patch alone.
     """
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, *, norm_after_merge: bool = False):
@@ -321,10 +345,10 @@ class Merger(nnx.Module):
         self.up = biased(merged_width, merged_width)
         self.down = biased(merged_width, cfg.width)
 
-    def __call__(self, x: Array) -> jax.Array:
-        """Returns the vectors [B, M, D] of merged tokens for patches [B, N, E]."""
-        shape = (len(x), -1, self.up.in_features)
-        merged = self.norm(x.reshape(shape)) if self.norm_after_merge else self.norm(x).reshape(shape)
+    def __call__(self, patches: Array) -> jax.Array:
+        """Returns vectors [B, M, D] of the M merged tokens of each prompt, from its N patches [B, N, E]."""
+        shape = (len(patches), -1, self.up.in_features)
+        merged = self.norm(patches.reshape(shape)) if self.norm_after_merge else self.norm(patches).reshape(shape)
         return self.down(TOWER_ACTIVATIONS["gelu"](self.up(merged)))
 
 
@@ -337,13 +361,14 @@ class MeanMerger(nnx.Module):
         self.mean_norm = UnitOffsetRMSNorm(replace(cfg, norm_eps=vision.norm_eps), vision.width)
         self.projection = linear(cfg, vision.width, cfg.width, rngs=rngs)
 
-    def __call__(self, x: Array) -> jax.Array:
-        """Returns the vectors [B, M, D] of merged tokens for patches [B, N, E]."""
-        patches = self.norm(x).reshape(len(x), -1, self.patches, x.shape[-1])
-        return self.projection(self.mean_norm(jnp.mean(patches, axis=2)))
+    def __call__(self, patches: Array) -> jax.Array:
+        """Returns vectors [B, M, D] of the M merged tokens of each prompt, from its N patches [B, N, E]."""
+        by_merged_token = self.norm(patches).reshape(len(patches), -1, self.patches, patches.shape[-1])
+        return self.projection(self.mean_norm(jnp.mean(by_merged_token, axis=2)))
 
 
 def _norm(cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, size: int) -> nnx.RMSNorm | nnx.LayerNorm:
+    """Returns the tower's kind of norm, over vectors of `size` numbers."""
     options: dict[str, Any] = dict(epsilon=vision.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
     if not vision.layer_norm:
         return nnx.RMSNorm(size, **options)

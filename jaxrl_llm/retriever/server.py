@@ -49,6 +49,7 @@ def application(search: SearchFn, bounds: Bounds) -> Starlette:
     open_requests = 0
 
     async def retrieve(request: Request) -> JSONResponse:
+        """Answers a request: the documents that are nearest to its queries."""
         nonlocal open_requests
         if open_requests >= bounds.waiting + bounds.workers:
             return _error(429, f"the server has {open_requests} open requests, which is its limit: try again later")

@@ -70,7 +70,7 @@ class Actor:
         # Marks [rows] of the curriculum after the last step: True for a row whose last group had no signal. With a lag,
         # sampling uses the marks of an earlier step.
         self._no_signal_rows = curriculum.no_signal if curriculum else None
-        # Position in the data behind the last batch that was learned from.
+        # Position in the data after the last batch that was learned from.
         self._start_position = self._position = self._data_position()
         self._in_flight: InFlightGroups | None = None  # groups that were incomplete after that batch
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
@@ -87,7 +87,7 @@ class Actor:
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
         notes = state.notes if state else {"attempt": 0, "positions": [self._start_position]}
         metrics, arrays = (notes["metrics"], state.arrays) if state and state.arrays else ([], [])
-        # The first position is behind the learned batches. Each sampled batch adds the position behind it.
+        # The first position follows the batches that were learned from. Each sampled batch adds the position after it.
         self._position, *positions = notes["positions"][: 1 + len(metrics)]
         self._attempt, self._current, self._learned_step, self._in_flight = notes["attempt"], None, 0, None
         # Set the position of the prompts before a push is submitted, because with a lag the thread samples right after
@@ -99,7 +99,7 @@ class Actor:
             self._no_signal_rows = from_text(notes["visits"], size) if "visits" in notes else np.zeros(size, bool)
         batches = zip(arrays[: len(metrics)], metrics, notes["replaced"] if metrics else [], strict=True)
         sampled = [self._source.from_checkpoint(*batch) for batch in batches]
-        # The arrays of the groups in flight, if any, are behind the arrays of the batches.
+        # The arrays of the groups in flight, if any, follow the arrays of the batches.
         for in_flight_arrays in arrays[len(metrics) :]:
             in_flight_arrays = transfers.to_host(in_flight_arrays)
             self._in_flight = InFlightGroups.from_checkpoint(in_flight_arrays, self._source.collate)
@@ -144,7 +144,7 @@ class Actor:
         """Pushes the parameters after `step` to the engine and drops the batch of `step`. Returns the new lease."""
         assert self._current, "`next` comes before `push`"
         samples, self._current = self._current, None
-        # Checkpoints from now on start behind this batch.
+        # A run that resumes from a later checkpoint continues after this batch.
         self._position, self._in_flight = samples.position, samples.in_flight
         self._prefetcher.drop_current()
         self._learned_step = step
@@ -209,6 +209,7 @@ class Actor:
         self._prefetcher.close()
 
     def _submit_push(self, states: PyTree, params: PyTree, step: int) -> WeightLease:
+        """Starts a push of the parameters in the sampling thread, and returns the lease of the states."""
         pushed = self._prefetcher.submit(self._push, params, step, self._no_signal_rows)
         if distributed.count() > 1 or self._device:
             # The push gathers weights on the trainer's devices, so it must end before any process runs another program.
@@ -216,6 +217,7 @@ class Actor:
         return WeightLease(states, params, pushed, self._check)
 
     def _push(self, params: PyTree, step: int, no_signal_rows: np.ndarray | None) -> Rollouts | None:
+        """Pushes the parameters to the engine. Returns completions for the weight check, None without a check."""
         if self._curriculum and no_signal_rows is not None:
             # The curriculum gets new marks with a push, so that the step and not the time decides what sampling uses.
             self._curriculum.no_signal = no_signal_rows
@@ -223,6 +225,7 @@ class Actor:
         return self._check.ask() if self._check else None
 
     def _sample(self, step: int) -> Samples:
+        """Samples the completions of a step, and stores the position in the data after them."""
         # Small arrays go to the engine's device, because on the trainer's devices they would wait for its programs.
         with jax.default_device(self._device):
             # An attempt's number counts down from 2**32. Steps are below 2**31, so the two never meet in a key.

@@ -60,7 +60,8 @@ def evaluate(
     with progress.task("evaluating problems: scores", local_problems) as progress_bar:
         for start in range(0, local_problems, batch_size):
             rows = [*range(start, min(start + batch_size, local_problems))]
-            graded_batches.append(task.grade(prompts.take(rows), jax.tree.map(lambda x, rows=rows: x[rows], rollouts)))
+            rollouts_of_batch = jax.tree.map(lambda array, rows=rows: array[rows], rollouts)
+            graded_batches.append(task.grade(prompts.take(rows), rollouts_of_batch))
             progress_bar.advance(len(rows))
     # The last processes may have repeated rows that fill their part of the problems; leave these out.
     own_problems = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))

@@ -92,7 +92,9 @@ class RewardFn:
         ask = self._call_in_children if self._timeout else self._call_in_process
         answers = ask(flat_rows, flat_texts, flat_ids)
         channels = {name: np.asarray(answers[name].values, np.float32).reshape(shape) for name in self._functions}
-        metrics = {f"{name}/{key}": x for name, answer in answers.items() for key, x in answer.metrics.items()}
+        metrics = {
+            f"{name}/{metric}": value for name, answer in answers.items() for metric, value in answer.metrics.items()
+        }
         total = weighted_sum(list(channels.values()), self._weights, shape)
         return GradedCompletions(texts, Rewards(total, channels), columns.get("turns", []), metrics)
 
@@ -115,6 +117,7 @@ class RewardFn:
             process.close()
 
     def _call_in_process(self, *batch: Any) -> dict[str, FunctionRewards]:
+        """Calls the reward functions in this process, one after the other. batch: rows, texts and token ids."""
         answers = {}
         for name, text in self._functions.items():
             try:
@@ -127,6 +130,7 @@ class RewardFn:
         return answers
 
     def _call_in_children(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, FunctionRewards]:
+        """Calls the reward functions at the same time, each in its own process, within the time limit."""
         try:
             while self._starting:
                 # The imports have no time limit, because this process has run the same imports before.
@@ -145,6 +149,7 @@ class RewardFn:
             raise
 
     def _wait_for_answer(self, name: str, end: float, count: int) -> Any:
+        """Returns the rewards of a function. end: time at which the wait ends. count: number of completions."""
         try:
             answer = self._processes[name].receive_result(end - time.monotonic())
             WATCHDOG.report_progress()

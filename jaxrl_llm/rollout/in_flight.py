@@ -64,7 +64,7 @@ class InFlightGroups(NamedTuple):
         names = sorted({*self.rollouts.episodes, *later.rollouts.episodes})
         parts = [part.arrays | {"rollouts": part.rollouts.measured(names)} for part in (self, later)]
         environments = self.environments and later.environments and self.environments.concatenate(later.environments)
-        arrays = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        arrays = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
         return self._replace(prompts=self.prompts.joined(later.prompts), environments=environments, **arrays)
 
     def take(self, groups: list[int]) -> InFlightGroups:
@@ -74,15 +74,20 @@ class InFlightGroups(NamedTuple):
         return self._replace(prompts=self.prompts.take(groups), environments=environments, **arrays)
 
     def answered_turns(self) -> list[list[list[int]]]:
-        """Returns for each completion the tokens of its turns that an observation follows; [] if it has ended."""
-        shape = -1, self.is_turn_start.shape[2]
-        tokens, sampled = (x.reshape(shape) for x in (self.rollouts.completions, self.rollouts.loss_mask))
+        """Returns, for each completion, the tokens of the turns that its environment has answered; [] if it has ended.
+
+        A resumed run sends these turns to a new environment, to bring it into the state of the old one.
+        """
+        by_completion = -1, self.is_turn_start.shape[2]
+        tokens = self.rollouts.completions.reshape(by_completion)
+        sampled = self.rollouts.loss_mask.reshape(by_completion)
+        is_turn_start = self.is_turn_start.reshape(by_completion)
         turns: list[list[list[int]]] = []
-        for i, has_ended in enumerate(self.has_ended.ravel()):
-            starts = [] if has_ended else np.flatnonzero(self.is_turn_start.reshape(shape)[i]).tolist()
+        for number, has_ended in enumerate(self.has_ended.ravel()):
+            starts = [] if has_ended else np.flatnonzero(is_turn_start[number]).tolist()
             # Each part is a turn and the observation that follows it.
             parts = [slice(start, stop) for start, stop in pairwise(starts)]
-            turns.append([tokens[i, part][sampled[i, part]].tolist() for part in parts])
+            turns.append([tokens[number, part][sampled[number, part]].tolist() for part in parts])
         return turns
 
     def split(self, groups: list[int]) -> tuple[InFlightGroups, InFlightGroups]:

@@ -96,6 +96,7 @@ class Prefetcher(Generic[T]):
         return self._sample(step)
 
     def _run(self, function: Callable[[], R]) -> R:
+        """Runs a job in the thread, unless an earlier job has failed."""
         # A job after a failed push would sample from old weights.
         if self._failure:
             raise self._failure

@@ -118,6 +118,7 @@ def _describe_result(returned: Any, values: Any) -> str:
 
 
 def _checked_number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
+    """Returns a reward as a float, NaN for None (no verdict). Raises: UserError, for any other value."""
     if value is None:
         return math.nan
     try:

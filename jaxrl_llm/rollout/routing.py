@@ -29,7 +29,10 @@ def routing_agreement(model: Decoder, params: PyTree, batch: Batch, mesh: Mesh) 
 
 
 def _experts_in_scoring(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
-    """Returns the experts [L, B, G, C, chosen] of the trainer's forward pass over whole completions."""
+    """Returns the experts that the trainer's forward pass over whole completions chooses: [L, B, G, C, chosen].
+
+    The axes are layers, prompts, completions of a prompt, tokens, and the experts of a token.
+    """
     mask = batch.completion_mask
     assert batch.tree is None, "decoding runs chains"
     positions = jnp.broadcast_to(jnp.arange(mask.shape[-1])[None, None], mask.shape)
@@ -38,44 +41,51 @@ def _experts_in_scoring(model: Decoder, params: PyTree, batch: Batch) -> jax.Arr
 
 
 def _experts_in_decoding(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
-    """Returns the experts [L, B, G, C, chosen] of a decoding pass, which runs one token after the other."""
-    cfg, (b, g, c) = model.cfg, batch.completions.shape
-    _, prefix = model.prefill(params, batch.prompt)
-    zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
-    prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
-    # An image takes fewer positions than tokens.
-    end = prompt_tokens if batch.images is None else batch.images.end[:, None, None]
+    """Returns the experts that decoding chooses, which runs one token after the other: [L, B, G, C, chosen].
 
-    def step(cache: Any, token_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:
-        tokens, t = token_and_place
-        positions = jnp.broadcast_to(prompt_tokens + t, (b, g, 1))
+    The axes are layers, prompts, completions of a prompt, tokens, and the experts of a token.
+    """
+    cfg, (prompts, group_size, length) = model.cfg, batch.completions.shape
+    _, prompt_caches = model.prefill(params, batch.prompt)
+    zeros = jnp.zeros((prompts, cfg.kv_heads, group_size, length, cfg.head_dim), cfg.dtype)
+    prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
+    # An image takes fewer rotary positions than tokens.
+    prompt_end = prompt_tokens if batch.images is None else batch.images.end[:, None, None]
+    window = cfg.window if cfg.window < length + batch.prompts.shape[1] else 0
+
+    def step(cache: Any, tokens_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:
+        """Decodes the token at one place of all completions. cache: for each layer, own keys and those of prompts."""
+        tokens, place = tokens_and_place
+        positions = jnp.broadcast_to(prompt_tokens + place, (prompts, group_size, 1))
 
         def visible(window: int) -> Visible:
-            places = jnp.arange(c)[None, None, None]
-            row = (places <= t) & (places > t - window) if window else places <= t
+            key_places = jnp.arange(length)[None, None, None]
+            row = (key_places <= place) & (key_places > place - window) if window else key_places <= place
             return Visible(row, prompt_visibility(batch.prompt_mask, positions, window))
 
-        visible_keys = PerLayerKind.for_window(visible, cfg.window if cfg.window < c + batch.prompts.shape[1] else 0)
+        visible_keys = PerLayerKind.for_window(visible, window)
 
-        def attend_layer(local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
+        def attend_layer(is_local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
+            """Writes the new keys and values into the layer's cache, and attends to it and to the prompt."""
             own_cache, prompt = layer
-            own_cache = KeyValue(
-                *(jax.lax.dynamic_update_slice_in_dim(x, y, t, 3) for x, y in zip(own_cache, new, strict=True))
+            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=3)
+            own_cache = KeyValue(write(own_cache.keys, new.keys), write(own_cache.values, new.values))
+            attended = attend(
+                query, own_cache, visible_keys.select(is_local), prompt, soft_cap=cfg.soft_cap, precision=cfg.precision
             )
-            return attend(
-                query, own_cache, visible_keys.select(local), prompt, soft_cap=cfg.soft_cap, precision=cfg.precision
-            ), (own_cache, prompt)
+            return attended, (own_cache, prompt)
 
-        turned = jnp.broadcast_to(end + t, (b, g, 1))
-        _, cache, chosen = model.step(params, tokens[..., None], turned, cache, attend_layer)
+        rotary_positions = jnp.broadcast_to(prompt_end + place, (prompts, group_size, 1))
+        _, cache, chosen = model.step(params, tokens[..., None], rotary_positions, cache, attend_layer)
         return cache, jnp.stack(chosen)[:, :, :, 0]
 
-    cache = [(KeyValue(zeros, zeros), prompt) for prompt in prefix]
-    _, chosen = jax.lax.scan(step, cache, (jnp.moveaxis(batch.completions, 2, 0), jnp.arange(c)))
+    cache = [(KeyValue(zeros, zeros), prompt_cache) for prompt_cache in prompt_caches]
+    _, chosen = jax.lax.scan(step, cache, (jnp.moveaxis(batch.completions, 2, 0), jnp.arange(length)))
     return jnp.moveaxis(chosen, 0, 3)
 
 
 def _agreement(chosen: Array, other_chosen: Array, mask: Array) -> jax.Array:
+    """Returns the share of layers and tokens, of the tokens where `mask` is True, with the same chosen experts."""
     # Sort, because the order of the chosen experts does not matter.
     is_same = jnp.all(jnp.sort(chosen, axis=-1) == jnp.sort(other_chosen, axis=-1), axis=-1)
     return jnp.mean(is_same, where=jnp.broadcast_to(mask[None], is_same.shape))

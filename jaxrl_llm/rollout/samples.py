@@ -40,7 +40,7 @@ class Samples:
     greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1; None if no estimator needs them
     masks_truncated: bool = False  # whether truncated completions are left out of training
     metrics: dict[str, Any] = field(default_factory=dict)  # metrics of sampling
-    position: dict[str, Any] = field(default_factory=dict)  # position in the data behind these prompts
+    position: dict[str, Any] = field(default_factory=dict)  # position in the data after these prompts
     in_flight: InFlightGroups | None = None  # groups that the next call continues, None without partial rollouts
     replaced_rows: list[int] = field(default_factory=list)  # row numbers of sampled groups that had no signal
     replacements: list[GroupReplacement] = field(default_factory=list)  # not yet applied by `apply_replacements`
@@ -104,8 +104,12 @@ def episode_metrics(rollouts: Rollouts) -> list[list[dict[str, float]]]:
     The metric `seconds` is left out, because a reward must be the same in a resumed run.
     """
     lists_by_metric = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
-    b, g = rollouts.truncated.shape
-    return [[{name: values[i][j] for name, values in lists_by_metric.items()} for j in range(g)] for i in range(b)]
+    prompts, group_size = rollouts.truncated.shape
+
+    def metrics_of(prompt: int, member: int) -> dict[str, float]:
+        return {name: values[prompt][member] for name, values in lists_by_metric.items()}
+
+    return [[metrics_of(prompt, member) for member in range(group_size)] for prompt in range(prompts)]
 
 
 @dataclass(frozen=True)
@@ -220,8 +224,9 @@ class CompletionTask:
         if not self.agents:
             return graded
         has_failed, rewards = rollouts.episodes["errors"] > 0, graded.rewards
-        channels = {name: np.where(has_failed, np.float32(np.nan), x) for name, x in rewards.channels.items()}
-        total = np.where(has_failed, np.float32(np.nan), rewards.total)
+        no_verdict = np.float32(np.nan)
+        channels = {name: np.where(has_failed, no_verdict, values) for name, values in rewards.channels.items()}
+        total = np.where(has_failed, no_verdict, rewards.total)
         return graded._replace(rewards=replace(rewards, total=total, channels=channels))
 
     def completions(self, prompts: Prompts, rollouts: Rollouts) -> Completions:
@@ -231,8 +236,7 @@ class CompletionTask:
         if not (self.environments or self.agents):
             return Completions(prompts.rows, texts, ids)
         turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
-        groups = zip(rollouts.loss_mask, mask, strict=True)
-        loss_masks = [[row[is_real].tolist() for row, is_real in zip(*group, strict=True)] for group in groups]
+        loss_masks = data.real_tokens(rollouts.loss_mask, mask)
         columns = {"turns": turns, "episode": episode_metrics(rollouts), "loss_mask": loss_masks}
         return Completions(prompts.rows, texts, ids, columns)
 
@@ -248,7 +252,7 @@ def open_agents(settings: AgentSettings | None, exit_stack: ExitStack, **parts: 
 class SampledGroups(NamedTuple):
     """Numbers of groups in one call of the engine."""
 
-    prompts: int  # groups that the call samples
+    prompts: int  # groups that the call starts or continues
     wanted_groups: int = 0  # number of complete groups with which the call ends (`StreamEngine`); 0 = all groups
 
 
@@ -327,6 +331,7 @@ class SampleSource:
         return replace(samples, greedy=self._start_grading(prompts, greedy[0])) if greedy else samples
 
     def _with_greedy(self, samples: Samples, key: Array) -> Samples:
+        """Adds the greedy completions of the same prompts, if the advantage estimator compares with them."""
         if not self.sampling_plan.greedy:
             return samples
         return replace(samples, greedy=self._sample_prompts(samples.prompts, key, 1, Sampling(temperature=0)))
@@ -339,7 +344,7 @@ class SampleSource:
         in_flight = task.open_environments(self.in_flight) if self.in_flight else start_groups(next(self.prompts))
         wanted_groups = len(in_flight.has_ended)
         in_flight = in_flight.concatenate(start_groups(next(self.prompts)))
-        # The groups behind the open ones have no token yet. They wait for a later call.
+        # The groups after the open ones have no token yet. They wait for a later call.
         open_count = wanted_groups + plan.partial // distributed.count()
         in_flight, waiting = in_flight.split([*range(open_count)])
         first = task.sample_first(
@@ -371,18 +376,18 @@ class SampleSource:
 def partial_metrics(ages: np.ndarray, has_begun: np.ndarray, first: FirstCompleteGroups) -> dict[str, Any]:
     """Returns the metrics of a step of partial rollouts, over the groups of all processes.
 
-    ages: steps since the begin of each group in the batch. has_begun: True for the groups behind the batch that have
-    a token.
+    ages: steps since the start of each group in the batch. has_begun: True for the groups outside of the batch that
+    have a token. first: result of the engine's call, with the use of its slots.
     """
-    slots = np.array([[first.computed_tokens, first.slot_steps]])
-    ages, has_begun, slots = (distributed.gather(x, SAMPLING) for x in (ages, has_begun, slots))
-    computed_tokens, slot_steps = slots.sum(axis=0)
+    slot_use = np.array([[first.computed_tokens, first.slot_steps]])
+    ages, has_begun, slot_use = (distributed.gather(array, SAMPLING) for array in (ages, has_begun, slot_use))
+    computed_tokens, slot_steps = slot_use.sum(axis=0)
     return {
         "rollout/age": ages.mean(),
         "rollout/age_max": ages.max(),
         "rollout/carried": (ages > 0).mean(),
         "rollout/in_flight": has_begun.sum(),
-        # If all groups of the batch were already complete, no slot was there that could be idle.
+        # If all groups of the batch were already complete, the call has decoded nothing, so no slot could be idle.
     } | ({"rollout/idle_slots": 1 - computed_tokens / slot_steps} if slot_steps else {})
 
 
@@ -401,10 +406,10 @@ def resample_groups(
     lacks_signal, numbers, sources = _groups_of_all_processes(samples)
     replaced_rows, replacements = numbers[lacks_signal].tolist(), list[GroupReplacement]()
     # Every process sees the groups of all processes, so all stop after the same round.
-    for i in range(1, rounds + 1):
+    for attempt in range(1, rounds + 1):
         if not lacks_signal.any():
             break
-        fresh = sample_fresh(i)
+        fresh = sample_fresh(attempt)
         fresh_lacks_signal, fresh_numbers, fresh_sources = _groups_of_all_processes(fresh)
         replaced_rows += fresh_numbers[fresh_lacks_signal].tolist()
         pairs = list[tuple[int, int]]()
@@ -422,7 +427,10 @@ def resample_groups(
 
 
 def _groups_of_all_processes(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns three arrays over the groups of all processes: whether it has no signal, its row number, its source."""
+    """Returns three arrays with an entry for each group of all processes.
+
+    The entries are: whether the group has no signal, the number of its data row, and the name of its source.
+    """
     prompts = samples.prompts
     # An array of text has room for the longest name of this process, and would cut longer names of other processes.
     sources = np.array(prompts.sources or [""] * len(prompts.numbers), object)
@@ -447,6 +455,7 @@ def apply_replacements(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
 def _apply_replacement(
     rollouts: Rollouts, graded: GradedCompletions, replacement: GroupReplacement, tokenizer: Any, mesh: Mesh
 ) -> tuple[Rollouts, GradedCompletions]:
+    """Returns rollouts and grades in which the groups of one fresh batch replace groups without a signal."""
     replaced_groups, fresh, fresh_groups = replacement
     # The two batches may have different metrics, because an environment may report a metric only at times.
     names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
@@ -461,10 +470,10 @@ def _apply_replacement(
     tokens, mask, loss_mask = (
         x[local_groups] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     )
-    texts = dict(zip(local_groups.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
-    turns = dict(zip(local_groups.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
-    all_texts = [texts.get(b, group) for b, group in enumerate(graded.texts)]
-    all_turns = [turns.get(b, group) for b, group in enumerate(graded.turns)]
+    new_texts = dict(zip(local_groups.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
+    new_turns = dict(zip(local_groups.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
+    all_texts = [new_texts.get(group, old_texts) for group, old_texts in enumerate(graded.texts)]
+    all_turns = [new_turns.get(group, old_turns) for group, old_turns in enumerate(graded.turns)]
     return rollouts, GradedCompletions(all_texts, rewards, all_turns, graded.metrics)
 
 
@@ -473,8 +482,8 @@ def to_batch(
 ) -> Batch:
     """Returns the batch of scoring and updates, on the host.
 
-    trained: loss mask [B, G, C]. pack(lengths [B, G], mean of the computed tokens of a prompt): returns packed_index
-    [B, E, N, T].
+    trained: True for the completion tokens [B, G, C] that are trained on. pack(lengths [B, G] of completions, mean
+    number of computed tokens of a prompt): returns packed_index [B, E, N, T], as `packing.Packing`.
     """
     # The lengths of all processes decide the shape of the packed rows.
     lengths = rollouts.completion_mask.sum(axis=-1)

@@ -51,10 +51,11 @@ class WeightCopier:
         """Returns the copy of `params`."""
         # A single program would need memory for the gathered stack of layers and for the list of layers together.
         layers = [
-            self._move(self._copy_layer(params["layers"], np.int32(i)), self._layer_shardings)
-            for i in range(self._model.cfg.layers)
+            self._move(self._copy_layer(params["layers"], np.int32(number)), self._layer_shardings)
+            for number in range(self._model.cfg.layers)
         ]
-        return {**self._move(self._copy_outer(_without_layers(params)), self._outer_shardings), "layers": layers}
+        outer = self._move(self._copy_outer(_without_layers(params)), self._outer_shardings)
+        return {**outer, "layers": layers}
 
     def shapes(self, params: PyTree) -> PyTree:
         """Returns the shapes and shardings of the copy. params: parameters or their shapes."""
@@ -105,17 +106,29 @@ def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, Py
 
 
 def _without_layers(params: PyTree) -> PyTree:
+    """Returns the parameters of embedding, head and vision tower."""
     return {name: leaf for name, leaf in params.items() if name != "layers"}
 
 
-def _layer(model: Decoder, layers: PyTree, i: Array, *, in_int8: bool) -> PyTree:
-    """Returns layer i of a stack, with its adapters merged."""
-    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+def _layer(model: Decoder, layers: PyTree, number: Array, *, in_int8: bool) -> PyTree:
+    """Returns one layer of the trainer's stack in the form that the sampler needs, with its adapters merged.
+
+    number: index of the layer. in_int8: whether its kernels become int8.
+    """
+
+    def select(stacked: Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+
+    layer = jax.tree.map(select, layers)
     # The adapters are merged in float32 before the cast, so that the sum of base and adapter is rounded only once.
     layer = adapters.merge_adapters(layer)
     if in_int8:
-        # `adapters.quantize_int8` takes a stack of layers, so the layer gets a leading axis of size 1.
-        layer = _map_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.quantize_int8(kernel[None])))
+
+        def quantize(kernel: Array) -> Any:
+            # `adapters.quantize_int8` takes a stack of layers, so the layer gets a leading axis of size 1.
+            return jax.tree.map(lambda stacked: stacked[0], adapters.quantize_int8(kernel[None]))
+
+        layer = _map_kernels(layer, quantize)
     layer = model.cast_for_compute(layer)
     return _map_kernels(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 

@@ -151,6 +151,7 @@ class Link:
         return kind(text)
 
     def send(self, message):
+        """Sends a message, a JSON value. Raises: LinkClosed, if the other side has ended."""
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError("the message is too long")
@@ -164,6 +165,7 @@ class Link:
             raise LinkClosed from None
 
     def receive(self):
+        """Returns the next message, a list that starts with its kind. Raises: LinkClosed, also for any other data."""
         try:
             length = int.from_bytes(self.read_bytes(8), "big")
             if length > MAX_MESSAGE_BYTES:

@@ -101,7 +101,8 @@ def alarm(
 ) -> Finding:
     """Returns the finding of a check.
 
-    check: id of the check (S1, S2, ...). id: id of the finding. failures: ids of rows on the page of failures.
+    check: id of the check (S1, S2, ...). id: id of the finding. evidence, cause, fix: texts that the user reads.
+    failures: ids on the page of failures, such as F1.
     """
     source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(severity=severity, evidence=evidence, cause=cause, fix=fix, reference=source, id=id)
@@ -155,7 +156,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
     elif "old_logprobs" in trial.scores:
         mask = trial.rollouts.loss_mask
         gap = np.where(mask, _to_host(trial.scores["ref_logprobs"]) - _to_host(trial.scores["old_logprobs"]), 0.0)
-        kl = float(np.sum(np.expm1(gap) - gap) / max(mask.sum(), 1))  # k3
+        kl = float(np.sum(np.expm1(gap) - gap) / max(mask.sum(), 1))  # the estimator k3 of `algorithms.kl`
     else:
         return skipped(NEEDS_FULL)
     text = f"KL to the reference {kl:.1e}"
@@ -352,7 +353,7 @@ def gradient_stays(trial: Trial) -> CheckReport:
         if not distances_by_layout["packed rows"] <= bound:
             distances_by_layout["one prompt at a time"] = _distance(trial.gradient(name, microbatch)[0], whole_gradient)
         distances.append(f"{name} {max(distances_by_layout.values()):.1e}")
-        for layout in [layout for layout, x in distances_by_layout.items() if not x <= bound]:
+        for layout in [layout for layout, distance in distances_by_layout.items() if not distance <= bound]:
             evidence = (
                 f"with {layout}, the gradient of the {name} differs by {distances_by_layout[layout]:.1e} of its norm"
             )
@@ -374,7 +375,7 @@ def environment_is_masked(trial: Trial) -> CheckReport:
     if down_finding := _tool_down(trial, rollouts):
         return CheckReport(down_finding.evidence, (down_finding,))
     arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
-    flat_arrays = [x.reshape(-1, x.shape[-1]) for x in arrays]
+    flat_arrays = [array.reshape(-1, array.shape[-1]) for array in arrays]
     counts = [_count_observations(*episode) for episode in zip(*flat_arrays, dialogs, strict=True)]
     tokens, trained, changed = np.sum(counts, axis=0).tolist()
     text = f"the environment wrote {tokens} of {rollouts.completion_mask.sum()} tokens in {len(dialogs)} episodes"
@@ -425,21 +426,22 @@ def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
 def samples_differ(trial: Trial) -> CheckReport:
     """S9: completions of a prompt differ within their group, and between two random keys."""
     rollouts = trial.rollouts
-    tokens, logprobs = (np.where(rollouts.completion_mask, x, 0) for x in (rollouts.completions, rollouts.logprobs))
-    compared, mask = slice(0, COMPARED_TOKENS), trial.other_key_rollouts.completion_mask
-    other_key_tokens, other_members = (
-        np.where(mask, trial.other_key_rollouts.completions, 0)[..., compared],
-        tokens.shape[1] - 1,
-    )
-    # {what should make completions differ: log-probability that they are equal by chance; False if they differ}.
+    tokens = np.where(rollouts.completion_mask, rollouts.completions, 0)
+    logprobs = np.where(rollouts.completion_mask, rollouts.logprobs, 0)
+    # The samples with another key are shorter, so only their first tokens are compared.
+    compared, other_rollouts = slice(0, COMPARED_TOKENS), trial.other_key_rollouts
+    other_key_tokens = np.where(other_rollouts.completion_mask, other_rollouts.completions, 0)[..., compared]
+    # {what should make completions differ: log-probability that all are equal by chance; False if some differ}.
     # Another completion of a group equals the first one with the probability of the first one.
-    equal = {"members of a group": (tokens == tokens[:, :1]).all() and other_members * logprobs[:, 0].sum()}
-    equal["keys"] = np.array_equal(tokens[..., compared], other_key_tokens) and logprobs[..., compared].sum()
+    other_members = tokens.shape[1] - 1
+    log_chance = {"members of a group": (tokens == tokens[:, :1]).all() and other_members * logprobs[:, 0].sum()}
+    log_chance["keys"] = np.array_equal(tokens[..., compared], other_key_tokens) and logprobs[..., compared].sum()
     findings = []
     # A value of False compares as 0, so completions that differ raise no finding.
-    for source in [source for source, chance in equal.items() if chance < np.log(MIN_CHANCE)]:
+    for source in [source for source, chance in log_chance.items() if chance < np.log(MIN_CHANCE)]:
         evidence = f"all completions are the same for different {source}"
-        cause, fix = f"the engine uses one key (by chance: e^{equal[source]:.0f})", "draw with the key and the member"
+        by_chance = f"by chance: e^{log_chance[source]:.0f}"
+        cause, fix = f"the engine uses one key ({by_chance})", "draw with the key and the member"
         findings.append(alarm("S9", "samples_repeat", evidence, cause, fix))
     distinct = np.mean([len(np.unique(group, axis=0)) for group in tokens])
     changed_share = (tokens[..., compared] != other_key_tokens).any(axis=-1).mean()

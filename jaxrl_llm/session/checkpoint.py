@@ -38,8 +38,8 @@ NO_ROWS = Rows({}, "")
 FORMAT = 3  # version of the checkpoint format, which grows with each change that older versions cannot read
 MODELS, SAMPLES = "models", "samples"  # names of the parts that have arrays
 NOTES = "notes"  # name of the JSON file of a checkpoint
-# Empty file beside the folder of checkpoints. It exists once a checkpoint was complete. So a run without checkpoints
-# has lost them if the file exists, and was killed before its first checkpoint otherwise.
+# Empty file beside the folder of checkpoints, which is written when the first checkpoint is complete. If a run has this
+# file but no checkpoint, its checkpoints are lost. Without the file, it was killed before its first checkpoint.
 SAVED = "checkpoints.saved"
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
@@ -201,12 +201,15 @@ class Checkpoints:
             # A folder gets a unique name at once, also while a thread deletes others: after a rollback, Orbax may move
             # another checkpoint of the same step here, and refuses to replace a folder.
             folders = [
-                x.rename(x.with_name(f"{x.name}.{time.time_ns()}")) if x.name.isdecimal() else x
-                for x in self._deleted.iterdir()
-                if x.name.isdecimal() or not self._removals
+                folder.rename(folder.with_name(f"{folder.name}.{time.time_ns()}"))
+                if folder.name.isdecimal()
+                else folder
+                for folder in self._deleted.iterdir()
+                # A folder with a unique name is deleted by a running thread, or is left of a process that was killed.
+                if folder.name.isdecimal() or not self._removals
             ]
             if folders:
-                thread = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in folders])
+                thread = Thread(target=lambda: [shutil.rmtree(folder, ignore_errors=True) for folder in folders])
                 thread.start()
                 self._removals.append(thread)
 
@@ -281,6 +284,7 @@ class Checkpoints:
             self.tidy()
 
     def _remove_steps(self, steps: Iterable[int]) -> None:
+        """Deletes the checkpoints of these steps."""
         for step in steps:
             if self._in_bucket and distributed.first():
                 # The file COMMITTED is deleted first, because a checkpoint without it does not count. Orbax deletes the
@@ -331,6 +335,7 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
+        """Turns an error of saving into a UserError, or into PeerLost if another try may succeed."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, UserError):  # these are not disk errors
@@ -483,9 +488,10 @@ def _reason(error: Exception) -> str:
 
 
 def save_small_arrays_whole() -> None:
-    """Lets Orbax divide only large arrays among the devices that hold copies: it compiles a program for each division.
+    """Lets Orbax divide only large arrays among the devices that hold copies of them, to compile fewer programs.
 
-    Five small arrays on eight devices took 40 programs, which `tests/session/test_stop.py` counts.
+    Orbax compiles a program for each part of an array. Five small arrays on eight devices took 40 programs, which
+    `tests/session/test_stop.py` counts.
     """
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)

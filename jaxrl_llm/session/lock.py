@@ -104,6 +104,7 @@ class Lock:
                 self._lease.force_break()
 
     def _in_use_message(self, owner: OwnerRecord | None) -> str:
+        """Returns the error for a work directory that a running process has locked."""
         with (
             TemporaryFile(dir=self._workdir) as probe_file,
             suppress(FileNotFoundError),

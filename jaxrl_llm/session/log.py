@@ -117,6 +117,7 @@ class Log:
             self._open(step)
 
     def _open(self, step: int) -> None:
+        """Opens the files, loggers and progress bar of a run that continues after `step`."""
         for name in ("metrics", "completions"):
             self._files[name] = self._open_file(name, step if step else -1)  # a new run also rewrites step 0
         self._sample_files.remove_after(step)

@@ -126,6 +126,7 @@ def _curve(records: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> s
 
 
 def _data(fields: Mapping[str, Any], input_hashes: Mapping[str, str], accepted: Sequence[changes.Change]) -> str:
+    """Returns the lines about the data: sources and hashes of training and evaluation, and accepted changes."""
     lines = []
     uses = {section: f"evaluation {set_name(section)}".rstrip() for section in accuracies_of(fields)}
     for section, use in {"data": "training", **uses}.items():

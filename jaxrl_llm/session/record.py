@@ -115,10 +115,12 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, Any]:
     tokens. Metrics that compare sampler and trainer come from the first update that trained a token, and states such
     as coefficients from the last update. Updates without a trained token are ignored.
     """
-    counts = [max(x for name, x in u.items() if name.endswith(TRAINED)) for u in updates]
-    trained = [u for u, count in zip(updates, counts, strict=True) if count]
-    record = {name: _merge_metric(name, [u[name] for u in trained], counts) for name in (trained or [{}])[0]}
-    record |= {name: np.mean([u[name] for u in updates]) for name in updates[0] if "skip/" in name}
+    # Number of trained tokens of each update, the largest number of its learners.
+    counts = [max(value for name, value in update.items() if name.endswith(TRAINED)) for update in updates]
+    trained = [update for update, count in zip(updates, counts, strict=True) if count]
+    names = (trained or [{}])[0]
+    record = {name: _merge_metric(name, [update[name] for update in trained], counts) for name in names}
+    record |= {name: np.mean([update[name] for update in updates]) for name in updates[0] if "skip/" in name}
     for first in trained[:1]:
         # These metrics come from the first update, because later updates compare a changed policy with the sampler.
         record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}

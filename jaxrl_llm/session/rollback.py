@@ -65,6 +65,7 @@ class Rollbacks:
         return decision
 
     def _write(self, number: int, decision: Decision) -> None:
+        """Stores a decision to roll back, with copies of the logs as they are at this point."""
         logs = self._folder / str(number)
         with disk.writing(self._workdir):
             logs.mkdir(parents=True, exist_ok=True)

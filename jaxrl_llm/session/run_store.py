@@ -128,6 +128,7 @@ class RunBucket(RunFolder):
         self.folder.mkdir(parents=True)
 
     def _download(self) -> None:
+        """Copies the small files of a run from its bucket to the local folder. Refuses a folder of something else."""
         with bucket.bucket_errors(FIELD, self.name):
             self._clear()
             if not self.config():

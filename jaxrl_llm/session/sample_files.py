@@ -114,7 +114,7 @@ class SampleFiles:
 
 
 def to_arrays(samples: Samples) -> dict[str, Any]:
-    """Returns the arrays of a file. Arrays of tokens hold the real tokens of all completions behind each other."""
+    """Returns the arrays of a file. An array of tokens holds the real tokens of all completions, without padding."""
     rollouts, graded, rewards = samples.rollouts, samples.wait_for_grades(), samples.rewards()
     mask = rollouts.completion_mask
     notes = {
@@ -137,17 +137,20 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
     mask, pad_id = arrays["completion_mask"], task.tokenizer.pad_token_id
 
     def padded(name: str) -> np.ndarray:
+        """Returns the array [B, G, C] of this name, with padding."""
         padding_value = {"completions": pad_id, "turn_numbers": -1, "turn_rewards": np.nan}.get(name, 0)
         padding = np.full(mask.shape, padding_value, arrays[name].dtype)
         return with_tokens(padding, arrays[name])
 
     def with_tokens(padding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns a copy of `padding` [B, G, C] with the values of the real tokens in their places."""
         whole = padding.copy()
         whole[mask] = tokens
         return whole
 
     def table(prefix: str) -> dict[str, Any]:
-        return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
+        """Returns the arrays whose names have this prefix, by the rest of their names."""
+        return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
     tree, padding = table("tree/"), Tree.chains(mask)
     rollouts = Rollouts(
@@ -159,7 +162,7 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
     )
     rewards = Rewards(channels=table("channels/"), **table("rewards/"))
     measured = [note["reward_metrics"] for note in notes]
-    means = {name: sum(x[name] for x in measured) / len(measured) for name in measured[0]}
+    means = {name: sum(metrics[name] for metrics in measured) / len(measured) for name in measured[0]}
     prompts = data.make_prompts(task.dataset, arrays["numbers"].tolist(), pad_id)
     no_reward_function = cast(RewardFn, None)  # because the rewards come from the file
     decoded = CompletionTask(task.tokenizer, no_reward_function, task.environments).completions(prompts, rollouts)

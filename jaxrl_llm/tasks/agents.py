@@ -79,6 +79,7 @@ def reward(
 
 
 def _reward(metrics: Mapping[str, float], weights: Mapping[str, float] | None) -> float | None:
+    """Returns the reward of an episode from the metrics of its agent, None without a verdict."""
     if UNSCORED not in metrics or metrics[UNSCORED]:
         return None
     weighed = {NUMBER: 1.0, TURN_SUM: 1.0} | {

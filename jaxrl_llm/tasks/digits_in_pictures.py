@@ -60,6 +60,7 @@ def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[
 
 
 def _problem(number: int) -> dict[str, Any]:
+    """Returns problem `number`: one or two images of digits, and the question for the largest or smallest one."""
     # Each problem has its own seed, so that it does not depend on the number of problems.
     rng = np.random.default_rng((0, number))
     question = ("max", "min")[rng.integers(2)]

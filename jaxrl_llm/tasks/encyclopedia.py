@@ -132,10 +132,12 @@ def _rows(questions: list[Question]) -> list[dict[str, Any]]:
 
 
 def _row(question: Question) -> dict[str, Any]:
+    """Returns the row of a question: a chat with the question, and the answer."""
     return {"prompt": [{"role": "user", "content": question.text}], "answer": question.answer}
 
 
 def _one_hop(*, held_out: bool) -> list[Question]:
+    """Returns the questions that one article answers."""
     world = _world()
     born = [
         Question(f"Where was {name} born ?", (name,), world.towns[world.born[i]])
@@ -148,6 +150,7 @@ def _one_hop(*, held_out: bool) -> list[Question]:
 
 
 def _two_hops(*, held_out: bool) -> list[Question]:
+    """Returns the questions whose answer needs a person's article and that of the birthplace."""
     world, questions = _world(), []
     for i, name in _part(world.people, held_out):
         town = world.born[i]
@@ -174,6 +177,7 @@ def _first_held_out(count: int) -> int:
 
 @cache
 def _world() -> World:
+    """Draws the people, towns and rivers of the invented encyclopedia; the seed is fixed, so all runs have the same."""
     rng = np.random.default_rng(0)
     words = _words(rng, 4 * WORDS + RIVERS)
     first_names, family_names, town_prefixes, town_suffixes = (words[i * WORDS : (i + 1) * WORDS] for i in range(4))

@@ -66,6 +66,7 @@ def _adapter(function: Callable[..., Any], known: Mapping[str, inspect.Parameter
         reward_model: Sequence[Any] | None = None,
         **values: list[Any],
     ) -> Any:
+        """Calls the user's function with the arguments that its signature asks for."""
         texts = [text_of(completion) for completion in completions]
         arguments: dict[str, Any] = {f"{column}{plural}": values[column] for column in columns if column in values}
         arguments |= {f"{name}{plural}": texts for name in TEXTS if f"{name}{plural}" in known}

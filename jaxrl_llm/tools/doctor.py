@@ -49,6 +49,7 @@ SAME_RESULT = (
 
 
 def main() -> None:
+    """Judges a config, or the log of a run, and prints the findings."""
     parser = config_parser("jaxrl_llm.tools.doctor", DESCRIPTION, required=False)
     help_of_run = "a work directory, or the log of another trainer; records of several files are joined by their steps"
     parser.add_argument("--run", type=Path, nargs="+", metavar="LOG", help=help_of_run)

@@ -19,6 +19,7 @@ from jaxrl_llm.tools import hub
 
 
 def main() -> None:
+    """Writes a checkpoint of a run as a Hugging Face folder, and uploads it if asked to."""
     parser = Parser("jaxrl_llm.tools.export", description=__doc__)
     parser.add_argument(
         "workdir", type=Path, metavar="WORKDIR", help="work directory of a run of train or sft, which may be running"

@@ -20,6 +20,7 @@ from jaxrl_llm.session.saved_run import config_of
 
 
 def main() -> None:
+    """Sends the records and completions of a run to a tracker."""
     parser = Parser("jaxrl_llm.tools.log", description=__doc__)
     parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="work directory of a run of train or sft")
     parser.add_argument("--send", required=True, metavar="NAME", help="name of a logger, as in config.log.to")

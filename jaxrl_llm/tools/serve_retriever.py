@@ -22,6 +22,7 @@ SHUTDOWN_SECONDS = 5  # seconds for running searches when the server stops
 
 
 def main() -> None:
+    """Reads the corpus and its index, and serves searches over HTTP until the process ends."""
     parser = Parser("jaxrl_llm.tools.serve_retriever", description=__doc__)
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="JSON lines with id and contents, or id, title and text")

@@ -322,6 +322,7 @@ def _end_at_eof() -> None:
 
 
 def main() -> None:
+    """Starts vLLM, restarts it when its engine dies, and ends with it."""
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser("jaxrl_llm.tools.serve_vllm", description=__doc__)

@@ -39,6 +39,7 @@ SYSTEMS = {
     "trl_dpo": trl.DPO,
     "trl_simpo": trl.SIMPO,
 }
+QUICK = "easyr1", "trl_rloo"  # trainers with few keys, one of YAML files and one of scripts
 ACTOR = "actor_rollout_ref.actor."
 MODE = verl.LOSS_MODE
 
@@ -1031,7 +1032,9 @@ CONTEXTS = {  # keys that give others an effect
 }
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS if name not in QUICK)]
+)
 def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
     system = SYSTEMS[name]
 

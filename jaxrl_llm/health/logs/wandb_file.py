@@ -32,6 +32,7 @@ def rows(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
+    """Yields the records of a wandb file, which joins parts of records that cross its blocks (LevelDB's log format)."""
     position, record = HEADER, b""
     while position + PART.size <= len(data):
         if (block_rest := BLOCK - position % BLOCK) < PART.size:
@@ -48,6 +49,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def _row(history: bytes) -> dict[str, Any]:
+    """Returns the metrics of one history record, a protobuf message, by name."""
     row = dict[str, Any]()
     for field, value in _fields(history):
         if field == STEP:

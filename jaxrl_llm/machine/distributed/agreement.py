@@ -36,7 +36,9 @@ def check_alike(values_by_name: Mapping[str, Any], hashes_by_name: Mapping[str, 
     (values, hashes), *other_processes = exchange(json.loads(text), CHANNEL)
     for process, (their_values, their_hashes) in enumerate(other_processes, 1):
         names = [name for name in sorted({*values, *their_values}) if values.get(name) != their_values.get(name)]
-        differences = [f"{x} is {their_values.get(x, 'missing')!r}, not {values.get(x, 'missing')!r}" for x in names]
+        differences = [
+            f"{name} is {their_values.get(name, 'missing')!r}, not {values.get(name, 'missing')!r}" for name in names
+        ]
         files = sorted({*hashes, *their_hashes})
         differences += [f"{name} is another" for name in files if hashes.get(name) != their_hashes.get(name)]
         if differences:

@@ -71,6 +71,7 @@ def join_processes(address: str) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
+    """Connects this process to the other processes of the run. address: value of --distributed."""
     coordinates: dict[str, Any] = {}
     if match := re.fullmatch(r"(.+),(\d+)/(\d+)", address):
         coordinates = dict(coordinator_address=match[1], process_id=int(match[2]), num_processes=int(match[3]))

@@ -50,6 +50,7 @@ def _listen() -> socket.socket:
 
 
 async def _watch_others(server: socket.socket, token: str, is_ending: Event, on_death: Callable[[int], Any]) -> None:
+    """Calls on_death(process) when a process ends. Each process keeps a connection to this server while it runs."""
     newest_writers: dict[int, asyncio.StreamWriter] = {}  # the last connection of each process
 
     async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,6 +91,7 @@ def _stay_connected(host: str, port: int, token: str, is_ending: Event) -> None:
 
 
 def _enable_probes(connection: socket.socket) -> None:
+    """Lets the kernel probe an idle connection, so that the death of the other host is noticed."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
         for option, size in (

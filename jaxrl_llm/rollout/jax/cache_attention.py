@@ -29,7 +29,7 @@ from jaxrl_llm.structs import AnyArray, Array, PyTree
 
 
 class CacheIndices(NamedTuple):
-    """Where sequences [d, S] read and write their keys and values, in a program that reads e prompts."""
+    """Where S sequences on each of d devices read and write keys and values, in a program that reads e prompts."""
 
     # [d, S, n] pages of each sequence in the order of its tokens; the number of all pages: the sequence has no more
     page_table: AnyArray
@@ -51,8 +51,10 @@ class AttentionMask:
         self.window = model.cfg.window if model.cfg.window < longest_text else 0
         prompt_tokens = jnp.sum(indices.prompt_mask, axis=-1)  # [d, e]
 
-        def by_sequence(x: Array) -> jax.Array:
-            return jnp.take_along_axis(x, indices.member_index // indices.prompt_members.shape[2], axis=1)
+        def by_sequence(of_prompts: Array) -> jax.Array:
+            """Returns, for each sequence [d, S], the value of its prompt. of_prompts: values [d, e]."""
+            prompt_index = indices.member_index // indices.prompt_members.shape[2]
+            return jnp.take_along_axis(of_prompts, prompt_index, axis=1)
 
         self._prompt_tokens = by_sequence(prompt_tokens)
         self._prompt_end = self._prompt_tokens if indices.prompt_end is None else by_sequence(indices.prompt_end)
@@ -71,13 +73,15 @@ class AttentionMask:
         padding = ~prompt_mask[:, :, None]
 
         def mask(window: int) -> jax.Array:
+            """Returns the mask for layers with this window; 0 = full attention, which hides only padding."""
             if not window:
                 return _as_bias(padding)
-            d, e, g = members.shape
-            text_places = self._text_places(places)
-            query_place = jnp.take_along_axis(text_places, members.reshape(d, e * g)[..., None], axis=1)
+            devices, prompts, group_size = members.shape
+            sequences = members.reshape(devices, prompts * group_size)
+            query_place = jnp.take_along_axis(self._text_places(places), sequences[..., None], axis=1)
+            query_place = query_place.reshape(devices, prompts, -1)[..., None]
             key_place = jnp.maximum(jnp.cumsum(prompt_mask, axis=-1) - 1, 0)[:, :, None]
-            return _as_bias(padding | (query_place.reshape(d, e, -1)[..., None] - key_place >= window))
+            return _as_bias(padding | (query_place - key_place >= window))
 
         return PerLayerKind.for_window(mask, self.window)
 
@@ -98,6 +102,7 @@ def make_attend(
     def on_device(
         window: int, query: Array, new: KeyValue, layer: LayerCache, prompt_mask: Array, row_arrays: tuple
     ) -> tuple[Array, LayerCache]:
+        """Writes the new keys and values of one device's sequences, and returns their attention and the cache."""
         query, new, layer, prompt_mask, row_arrays = local_part((query, new, layer, prompt_mask, row_arrays))
         indices, page, places = row_arrays
         pages = layer.pages

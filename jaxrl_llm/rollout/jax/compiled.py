@@ -54,18 +54,18 @@ class Programs:
     def traced(
         self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, continues_groups: bool
     ) -> Iterator[tuple[str, str, Callable[[], jax.stages.Traced]]]:
-        """Yields (phase, name, function that traces it) of each program for calls of these sizes.
+        """Yields (phase, name, function that traces the program) of each program for calls of these sizes.
 
         weights: the sampler's weights, or their shapes. continues_groups: whether calls continue completions of
         earlier calls, whose tokens they write into pages.
         """
-        d, model = sharding.prompt_shards(self.mesh), self.model
+        devices, model = sharding.prompt_shards(self.mesh), self.model
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((d, *shape), np.int32, sharding=self.rows)
+            return jax.ShapeDtypeStruct((devices, *shape), np.int32, sharding=self.rows)
 
         def bools(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((d, *shape), bool, sharding=self.rows)
+            return jax.ShapeDtypeStruct((devices, *shape), bool, sharding=self.rows)
 
         key = jax.eval_shape(lambda: keys.key(0))
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
@@ -79,14 +79,13 @@ class Programs:
                 prompt_end=ints(prompts) if sizes.images else None,
             )
 
-        def prompts(n: int) -> NewPrompts:
-            images = Images.shapes((d, n), sizes.prompt_width, sizes.images) if sizes.images else None
-            tokens, mask = ints(n, sizes.prompt_width), bools(n, sizes.prompt_width)
+        def prompts(count: int) -> NewPrompts:
+            images = Images.shapes((devices, count), sizes.prompt_width, sizes.images) if sizes.images else None
             return NewPrompts(
-                tokens=tokens,
-                mask=mask,
-                cache_place=ints(n),
-                completion_number=ints(n),
+                tokens=ints(count, sizes.prompt_width),
+                mask=bools(count, sizes.prompt_width),
+                cache_place=ints(count),
+                completion_number=ints(count),
                 images=placed(images, self.rows),
             )
 
@@ -97,11 +96,15 @@ class Programs:
             trace = partial(self.prefill.trace, sampling, weights, cache, later_prompts, key)
             yield "prompts", prompts_name(sizes.later_prefill_prompts, sizes, first=False), trace
         for width in sizes.chunk_tokens(continues_groups=continues_groups):
-            n = sizes.fed_sequences
+            count = sizes.fed_sequences
             chunks = ObservationChunks(
-                tokens=ints(n, width), start=ints(n), count=ints(n), prompt_place=ints(n), indices=indices(n, n, 1)
+                tokens=ints(count, width),
+                start=ints(count),
+                count=ints(count),
+                prompt_place=ints(count),
+                indices=indices(count, count, 1),
             )
-            yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, chunks)
+            yield "prompts", feeding_name(count, width), partial(self.feed.trace, weights, cache, chunks)
         for slots in sizes.slots:
             per_sequence = ints(slots.count)
             rows = RoundRows(
@@ -145,10 +148,13 @@ class CompiledAhead:
         self._needed: set[Hashable] = set()  # programs that a call has needed, and therefore compiled
 
     def start(self, programs: Iterable[tuple[Hashable, Callable[[], Any]]]) -> None:
-        """Starts to compile the programs that no call has needed so far. programs: key, and function that compiles."""
-        for key, compile in programs:
+        """Starts to compile the programs that no call has needed so far.
+
+        programs: pairs of a program's key, and of the function that compiles the program.
+        """
+        for key, compile_program in programs:
             if key not in self._needed and key not in self._jobs:
-                self._jobs[key] = self._thread.submit(compile)
+                self._jobs[key] = self._thread.submit(compile_program)
 
     def wait(self, key: Hashable) -> None:
         """Waits for a program that the thread compiles now. A program that has to wait is left to the caller.
@@ -159,9 +165,9 @@ class CompiledAhead:
         job = self._jobs.pop(key, None)
         if job and not job.cancel():
             job.result()
-        for other in self._jobs.values():
-            if other.done():
-                other.result()
+        # `result` raises the error of a finished compilation.
+        for finished_job in [job for job in self._jobs.values() if job.done()]:
+            finished_job.result()
 
     def close(self) -> None:
         """Cancels waiting compilations, and does not wait for a running one: after SIGTERM a run has only seconds."""

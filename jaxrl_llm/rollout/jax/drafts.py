@@ -7,6 +7,7 @@ changes a token.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +29,10 @@ class DraftHistory:
         self._tokens = 0
 
     def add(self, prompts: Prompts, episodes: Episodes, group_size: int) -> None:
-        """Replaces the completions of these prompts."""
-        for b in range(len(prompts.tokens)):
-            key, texts = _key(prompts, b), _completions(episodes, range(b * group_size, (b + 1) * group_size))
+        """Replaces the stored completions of these prompts by those in `episodes`."""
+        for prompt in range(len(prompts.tokens)):
+            numbers = range(prompt * group_size, (prompt + 1) * group_size)
+            key, texts = _key(prompts, prompt), _completions(episodes, numbers)
             self._tokens += len(texts) - len(self._texts.pop(key, ()))
             self._texts[key] = texts
         while self._tokens > MAX_HISTORY:
@@ -40,15 +42,15 @@ class DraftHistory:
     def drafts(
         self, rows: list[list[Member]], shape: tuple[int, int], prompts: Prompts, episodes: Episodes
     ) -> np.ndarray:
-        """Returns drafts [d, S, ROUND_TOKENS + k] of the next tokens; SEPARATOR where there is none.
+        """Returns drafts [devices, slots, ROUND_TOKENS + k] of the next tokens of each sequence; SEPARATOR: no draft.
 
-        rows: decoding sequences of each device. shape: (S, k).
+        rows: decoding sequences of each device. shape: slots of a device, and k, the drafts that a pass verifies.
         """
-        slots, count = shape
-        drafts = np.full((len(rows), slots, ROUND_TOKENS + count), SEPARATOR, np.int32)
+        slots, drafts_of_pass = shape
+        drafts = np.full((len(rows), slots, ROUND_TOKENS + drafts_of_pass), SEPARATOR, np.int32)
         known_texts = dict[int, np.ndarray]()  # number of a prompt -> all texts that its sequences may repeat
-        for d, members in enumerate(rows):
-            for n, member in enumerate(members):
+        for device, members in enumerate(rows):
+            for row, member in enumerate(members):
                 group = member.group.number
                 if group not in known_texts:
                     texts = self._texts.get(_key(prompts, group), np.zeros(0, np.int32))
@@ -58,9 +60,10 @@ class DraftHistory:
                 completion = episodes.tokens[member.number, : episodes.lengths[member.number]]
                 text = np.concatenate([_prompt(prompts, group)[-max(CONTEXTS) :], completion])
                 # After a preemption, the sequence first repeats the tokens that it has.
-                draft = completion[member.cached + 1 :], find_draft(known_texts[group], text, drafts.shape[-1])
-                draft = np.concatenate(draft)[: drafts.shape[-1]]
-                drafts[d, n, : len(draft)] = draft
+                repeated = completion[member.cached + 1 :]
+                guessed = find_draft(known_texts[group], text, drafts.shape[-1])
+                draft = np.concatenate([repeated, guessed])[: drafts.shape[-1]]
+                drafts[device, row, : len(draft)] = draft
         return drafts
 
 
@@ -70,24 +73,27 @@ def find_draft(texts: np.ndarray, text: np.ndarray, size: int) -> np.ndarray:
         if len(text) < context or len(texts) <= context:
             continue
         is_match = texts[context:] != SEPARATOR
-        for i in range(context):
-            is_match &= texts[i : len(texts) - context + i] == text[len(text) - context + i]
+        for offset in range(context):
+            is_match &= texts[offset : len(texts) - context + offset] == text[len(text) - context + offset]
         if is_match.any():
             start = context + int(np.flatnonzero(is_match)[-1])
             return texts[start : start + size]
     return texts[:0]
 
 
-def _key(prompts: Prompts, b: int) -> bytes:
-    return _prompt(prompts, b).tobytes()
+def _key(prompts: Prompts, index: int) -> bytes:
+    """Returns the key under which the completions of a prompt are stored. index: index of the prompt."""
+    return _prompt(prompts, index).tobytes()
 
 
-def _prompt(prompts: Prompts, b: int) -> np.ndarray:
-    """Returns the tokens of a prompt."""
-    return prompts.tokens[b][prompts.mask[b]]
+def _prompt(prompts: Prompts, index: int) -> np.ndarray:
+    """Returns the tokens of the prompt with this index, without padding."""
+    return prompts.tokens[index][prompts.mask[index]]
 
 
 def _completions(episodes: Episodes, numbers: range) -> np.ndarray:
-    """Returns the tokens of these completions, each with a separator behind it."""
-    parts = [x for i in numbers for x in (episodes.tokens[i, : episodes.lengths[i]], [SEPARATOR])]
-    return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+    """Returns the tokens of these completions as one array, with a separator after each completion."""
+    parts: list[Any] = [np.zeros(0, np.int32)]
+    for number in numbers:
+        parts += [episodes.tokens[number, : episodes.lengths[number]], [SEPARATOR]]
+    return np.concatenate(parts).astype(np.int32)

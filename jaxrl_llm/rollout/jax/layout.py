@@ -1,4 +1,7 @@
-"""Lays out sequences as the arrays of a program: their tokens, and the pages and prompts that they read."""
+"""Lays out sequences as the arrays of a program: their tokens, and the pages and prompts that they read.
+
+Arrays have two leading axes: the device, and the row of the sequence or prompt on this device.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +67,10 @@ def new_prompts(
     tokens, mask = np.full((*axes, sizes.prompt_width), pad, np.int32), np.zeros((*axes, sizes.prompt_width), bool)
     no_place = sizes.prompts  # marks an empty row, because the places of the cache are 0 .. sizes.prompts - 1
     cache_place, first_member = np.full(axes, no_place, np.int32), np.zeros(axes, np.int32)
-    for d, n, group in enumerate_items(new_groups, first, size):
-        tokens[d, n], mask[d, n] = prompts.tokens[group.number], prompts.mask[group.number]
-        cache_place[d, n], first_member[d, n] = group.cache_place, group.number * sizes.group_size
+    for device, row, group in enumerate_items(new_groups, first, size):
+        tokens[device, row], mask[device, row] = prompts.tokens[group.number], prompts.mask[group.number]
+        cache_place[device, row] = group.cache_place
+        first_member[device, row] = group.number * sizes.group_size
     # An empty row gets one token, because attention over no token is undefined.
     mask[cache_place == no_place, -1] = True
     images = _images_of(new_groups, first, size, sizes, prompts)
@@ -90,9 +94,9 @@ def _images_of(
     if prompts.images is None or sizes.images is None:
         return None
     images = Images.padding((len(new_groups), size), sizes.prompt_width, sizes.images)
-    for d, n, group in enumerate_items(new_groups, first, size):
-        for leaf, values in zip(jax.tree.leaves(images), jax.tree.leaves(prompts.images), strict=True):
-            leaf[d, n] = values[group.number]
+    for device, row, group in enumerate_items(new_groups, first, size):
+        for array, values in zip(jax.tree.leaves(images), jax.tree.leaves(prompts.images), strict=True):
+            array[device, row] = values[group.number]
     return images
 
 
@@ -105,13 +109,13 @@ def split_observations(observations: list[list[tuple[Member, int]]]) -> dict[tup
     """
     small, large = CHUNK_TOKENS
     chunks_by_index: dict[tuple[int, int], list[list[Chunk]]] = {}
-    for d, pairs in enumerate(observations):
+    for device, pairs in enumerate(observations):
         for member, observation_end in pairs:
             start, index = member.cached, 0
             while start < observation_end:
                 width = small if observation_end - start <= MAX_SMALL_CHUNKS * small else large
                 chunks = chunks_by_index.setdefault((index, width), [[] for _ in observations])
-                chunks[d].append(Chunk(member, start, min(start + width, observation_end)))
+                chunks[device].append(Chunk(member, start, min(start + width, observation_end)))
                 start, index = start + width, index + 1
     return chunks_by_index
 
@@ -126,11 +130,11 @@ def observation_chunks(
     axes = len(chunks), rows
     start, count, prompt_place = np.zeros((3, *axes), np.int32)
     tokens, mask = np.zeros((*axes, width), np.int32), np.zeros((*axes, sizes.prompt_width), bool)
-    for d, n, chunk in enumerate_items(chunks, 0, rows):
-        group = chunk.member.group
-        start[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
-        prompt_place[d, n], mask[d, n] = group.cache_place, prompts.mask[group.number]
-        tokens[d, n, : count[d, n]] = episodes.tokens[chunk.member.number, chunk.start : chunk.end]
+    for device, row, chunk in enumerate_items(chunks, 0, rows):
+        group, length = chunk.member.group, chunk.end - chunk.start
+        start[device, row], count[device, row] = chunk.start, length
+        prompt_place[device, row], mask[device, row] = group.cache_place, prompts.mask[group.number]
+        tokens[device, row, :length] = episodes.tokens[chunk.member.number, chunk.start : chunk.end]
     members = [[chunk.member for chunk in device_chunks] for device_chunks in chunks]
     indices = cache_indices(members, rows, sizes, prompts)
     # The program reads one prompt per sequence, because few members of a group have a chunk at the same time.
@@ -138,8 +142,8 @@ def observation_chunks(
     indices = indices._replace(prompt_mask=mask, prompt_members=row_numbers[..., None], member_index=row_numbers)
     if prompts.images is not None:
         prompt_end = np.zeros(axes, np.int32)
-        for d, n, chunk in enumerate_items(chunks, 0, rows):
-            prompt_end[d, n] = prompts.images.end[chunk.member.group.number]
+        for device, row, chunk in enumerate_items(chunks, 0, rows):
+            prompt_end[device, row] = prompts.images.end[chunk.member.group.number]
         indices = indices._replace(prompt_end=prompt_end)
     return ObservationChunks(tokens=tokens, start=start, count=count, prompt_place=prompt_place, indices=indices)
 
@@ -165,25 +169,26 @@ def round_rows(
 
     last_token, length, limit, completion = (zeros() for _ in range(4))
     known_tokens = zeros(ROUND_TOKENS) - 1
-    for d, members in enumerate(rows):
+    for device, members in enumerate(rows):
         pairs = [(member.number, member.cached) for member in members]
         numbers, cached = np.array(pairs, np.int32).reshape(-1, 2).T  # two arrays, also without members
         count = len(members)
-        last_token[d, :count], length[d, :count] = episodes.tokens[numbers, cached], cached + 1
-        limit[d, :count], completion[d, :count] = limits[numbers], numbers
-        for n in np.flatnonzero(cached + 1 < episodes.lengths[numbers]).tolist():
+        last_token[device, :count], length[device, :count] = episodes.tokens[numbers, cached], cached + 1
+        limit[device, :count], completion[device, :count] = limits[numbers], numbers
+        for row in np.flatnonzero(cached + 1 < episodes.lengths[numbers]).tolist():
             # The sequence was preempted after this call of the engine had sampled these tokens. The round computes
-            # their keys and values again, up to the next token that was not sampled: the begin of an observation.
-            i, first_known = members[n].number, members[n].cached + 1
-            is_sampled = episodes.sampled_by_this_call(i, first_known)
-            limit[d, n] = limits[i] if is_sampled.all() else first_known + int(np.argmin(is_sampled))
-            repeat_end = min(episodes.lengths[i], limit[d, n], first_known + ROUND_TOKENS)
-            repeated = episodes.tokens[i, first_known:repeat_end]
-            known_tokens[d, n, : len(repeated)] = repeated
+            # their keys and values again, up to the next token that was not sampled: the start of an observation.
+            number, first_known = members[row].number, members[row].cached + 1
+            is_sampled = episodes.sampled_by_this_call(number, first_known)
+            row_limit = limits[number] if is_sampled.all() else first_known + int(np.argmin(is_sampled))
+            limit[device, row] = row_limit
+            repeat_end = min(episodes.lengths[number], row_limit, first_known + ROUND_TOKENS)
+            repeated = episodes.tokens[number, first_known:repeat_end]
+            known_tokens[device, row, : len(repeated)] = repeated
     places = np.zeros((len(rows), slots.prompts), np.int32)
-    for d, members in enumerate(rows):
-        for group, e in prompt_places(members, sizes, slots).items():
-            places[d, e] = group.cache_place
+    for device, members in enumerate(rows):
+        for group, prompt_index in prompt_places(members, sizes, slots).items():
+            places[device, prompt_index] = group.cache_place
     return RoundRows(
         last_token=last_token,
         length=length,
@@ -210,20 +215,22 @@ def cache_indices(
     prompt_members = np.zeros((devices, slots.prompts, sizes.group_size), np.int32)
     member_index, prompt_end = np.zeros((devices, count), np.int32), np.zeros((devices, slots.prompts), np.int32)
     prompt_mask = np.zeros((devices, slots.prompts, sizes.prompt_width), bool)
-    for d, members in enumerate(rows):
+    for device, members in enumerate(rows):
         row_numbers, page_counts = np.arange(len(members)), [len(member.pages) for member in members]
+        # Three arrays with an entry for each page: its number, the row that owns it, and its index in that row.
         pages = np.array([page for member in members for page in member.pages], np.int32)
         owner = np.repeat(row_numbers, page_counts)
-        nth_page = np.concatenate([np.zeros(0, np.int32), *map(np.arange, page_counts)])
-        page_table[d, owner, nth_page] = pages
+        index_in_row = np.concatenate([np.zeros(0, np.int32), *map(np.arange, page_counts)])
+        page_table[device, owner, index_in_row] = pages
         places = prompt_places(members, sizes, slots)
         place = np.array([places[member.group] for member in members], np.int32)
-        g = np.array([member.number % sizes.group_size for member in members], np.int32)
-        prompt_members[d, place, g], member_index[d, : len(members)] = row_numbers, place * sizes.group_size + g
-        for group, e in places.items():
-            prompt_mask[d, e] = prompts.mask[group.number]
+        index_in_group = np.array([member.number % sizes.group_size for member in members], np.int32)
+        prompt_members[device, place, index_in_group] = row_numbers
+        member_index[device, : len(members)] = place * sizes.group_size + index_in_group
+        for group, prompt_index in places.items():
+            prompt_mask[device, prompt_index] = prompts.mask[group.number]
             if prompts.images is not None:
-                prompt_end[d, e] = prompts.images.end[group.number]
+                prompt_end[device, prompt_index] = prompts.images.end[group.number]
     return CacheIndices(
         page_table=page_table,
         prompt_mask=prompt_mask,
@@ -238,11 +245,11 @@ def prompt_places(members: list[Member], sizes: StreamSizes, slots: Slots) -> di
     groups = list(dict.fromkeys(member.group for member in members))
     if slots.prompts == sizes.prompts:
         return {group: group.cache_place for group in groups}
-    return {group: e for e, group in enumerate(groups)}
+    return {group: index for index, group in enumerate(groups)}
 
 
 def enumerate_items(device_items: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
-    """Yields (device, index, item) for `limit` items of each device, from item `first` on."""
-    for d, items in enumerate(device_items):
-        for n, item in enumerate(items[first : first + limit]):
-            yield d, n, item
+    """Yields (device, row, item) for `limit` items of each device, from item `first` on. Rows count from 0."""
+    for device, items in enumerate(device_items):
+        for row, item in enumerate(items[first : first + limit]):
+            yield device, row, item

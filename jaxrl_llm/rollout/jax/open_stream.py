@@ -44,7 +44,7 @@ class StreamSession:
 
 @dataclass(eq=False, kw_only=True)
 class OpenSequence:
-    """A completion that somebody outside of the trainer asks for."""
+    """A completion that a client outside of the trainer, such as an agent, requests."""
 
     prompt: list[int]
     number: int  # completion number for its random numbers, up to MAX_NUMBER
@@ -57,7 +57,7 @@ class OpenSequence:
 
 
 class Arrivals(Protocol):
-    """Where an open stream gets its sequences from."""
+    """Queue from which an open stream takes the requested sequences."""
 
     def take(self, most: int, *, wait: bool) -> list[OpenSequence] | None:
         """Returns up to `most` sequences, the oldest first. wait: whether to wait for at least one.
@@ -99,6 +99,7 @@ class OpenStream(Stream):
             self._run()
 
     def _run(self) -> None:
+        """Takes arrived sequences, prefills their prompts and decodes one round, until `arrivals` ends the stream."""
         cache = self.programs.empty_cache()
         while True:
             arrived = self.arrivals.take(len(self._free_rows) + len(self.idle), wait=not self.running)
@@ -112,7 +113,7 @@ class OpenStream(Stream):
             self._free_idle_pages()
             cache = self._prefill(cache, self._admit(self._pending))
             cache = self._feed(cache)
-            rows = [[m for m in s.page_holders if self._is_decoding(m)] for s in self.schedulers]
+            rows = self._decoding_members()
             if count := max(map(len, rows)):
                 cache = self._decode(cache, rows, count, some_wait=self.arrivals.some_wait)
             self._retire_ended()
@@ -174,13 +175,13 @@ class OpenStream(Stream):
         self._free_ended_rows()
 
     def _free_ended_rows(self) -> None:
-        """Makes the rows of ended sequences free for others."""
+        """Makes the rows of ended sequences free for later sequences."""
         for row in [row for row in self.running if self.episodes.states[row] == ENDED]:
             del self.running[row]
             self._free_rows.append(row)
 
     def _free_idle(self, session: StreamSession) -> None:
-        """Makes the row of an idle session free for others."""
+        """Makes the row of an idle session free for later sequences."""
         row = self.idle.pop(session)
         self.episodes.states[row] = ENDED
         self._retire_ended()
@@ -197,7 +198,13 @@ class OpenStream(Stream):
         """
         if self.sizes.pages >= self.sizes.sequences * self.sizes.max_sequence_pages:
             return
-        while self.idle and any(s.free_pages < len(s.page_holders) + len(self._pending) for s in self.schedulers):
+
+        def may_lack_pages() -> bool:
+            # Decoding takes at most one further page for each sequence in a round.
+            pending = len(self._pending)
+            return any(s.free_pages < len(s.page_holders) + pending for s in self.schedulers)
+
+        while self.idle and may_lack_pages():
             self._free_idle(next(iter(self.idle)))
 
     def _end_turns(self, completions: np.ndarray) -> None:
@@ -206,13 +213,14 @@ class OpenStream(Stream):
         for row in completions.tolist():
             sequence, start = self.running[row], self._reported[row]
             tokens = episodes.tokens[row, start : episodes.lengths[row]].tolist()
-            stop = next((i for i, token in enumerate(tokens) if token in sequence.stop_ids), None)
-            if stop is not None:
-                # Only the model's own stop tokens end the round of a sequence. After others it samples on in vain.
-                episodes.drop_tokens(row, start + stop + 1)
-                del tokens[stop + 1 :]
+            stop_index = next((index for index, token in enumerate(tokens) if token in sequence.stop_ids), None)
+            if stop_index is not None:
+                # Only the model's own stop tokens end a sequence within a round. After a stop token of the request, the
+                # round has sampled further tokens, which are dropped.
+                episodes.drop_tokens(row, start + stop_index + 1)
+                del tokens[stop_index + 1 :]
             is_full = episodes.lengths[row] >= episodes.max_tokens[row]
-            end = "stop" if stop is not None else "length" if is_full else ""
+            end = "stop" if stop_index is not None else "length" if is_full else ""
             if end:
                 self._end(row, sequence.session)
             logprobs = episodes.logprobs[row, start : start + len(tokens)].tolist()

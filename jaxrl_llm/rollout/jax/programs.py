@@ -2,6 +2,9 @@
 
 A program has one shape for all its calls, and the numbers of a row depend on no other row. So a sampled token does not
 depend on which sequences decode together.
+
+Letters of shapes: d devices; n new prompts, S sequences and e prompts to read, each per device; G completions of a
+group; P prompt tokens; K key heads; V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,22 +38,22 @@ from jaxrl_llm.structs import AnyArray, Array, Images, Prompt, PyTree
 
 @dataclass(frozen=True)
 class GroupSampling:
-    """How a call samples: static values of its programs."""
+    """How one call of the engine samples. These values are static: another value compiles another program."""
 
-    group_size: int  # G
+    group_size: int  # completions of each prompt (G)
     sampling: Sampling
     mesh: Mesh
 
 
 class Cache(NamedTuple):
-    """Keys and values on the devices, [d, K, p, ...] for each layer."""
+    """Keys and values on the devices. Each layer has arrays [d devices, K key heads, p pages, ...]."""
 
-    prompts: list[Pages]  # one page for each prompt
-    pages: list[Pages]  # pages of sequences
+    prompts: list[Pages]  # entry of a layer: one page for each prompt
+    pages: list[Pages]  # entry of a layer: pages of sequences
 
 
 class NewPrompts(NamedTuple):
-    """Prompts [d, n] of the groups that start."""
+    """Prompts of the groups that start: n on each of d devices."""
 
     tokens: AnyArray  # [d, n, P]
     mask: AnyArray  # [d, n, P] True for real tokens
@@ -61,7 +64,7 @@ class NewPrompts(NamedTuple):
 
 
 class RoundRows(NamedTuple):
-    """Sequences [d, S] of a decode round."""
+    """Inputs of a decode round: S sequences, one in each slot, on each of d devices."""
 
     last_token: AnyArray  # [d, S] token length - 1, whose keys and values are not in the cache yet
     length: AnyArray  # [d, S] number of tokens
@@ -76,9 +79,9 @@ class RoundRows(NamedTuple):
 
 
 class ObservationChunks(NamedTuple):
-    """Parts [d, S] of observations, which a program writes into pages."""
+    """Parts of observations, which a program writes into pages: one chunk for each of S sequences on d devices."""
 
-    tokens: AnyArray  # [d, S, T]
+    tokens: AnyArray  # [d, S, T], at most T tokens in a chunk
     start: AnyArray  # [d, S] place of the chunk's first token in its sequence
     count: AnyArray  # [d, S] number of real tokens
     prompt_place: AnyArray  # [d, S] place of the sequence's prompt in the cache
@@ -86,7 +89,7 @@ class ObservationChunks(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens that a decode round sampled."""
+    """Tokens that a decode round sampled for S sequences on each of d devices."""
 
     tokens: AnyArray  # [d, S, ROUND_TOKENS]
     logprobs: AnyArray  # [d, S, ROUND_TOKENS]
@@ -114,23 +117,25 @@ def choose(
     return token, jnp.take_along_axis(logprobs, token[..., None], axis=-1)[..., 0]
 
 
-def uniform_numbers(key: Array, number: Array, t: Array) -> jax.Array:
-    """Returns uniform numbers [..., 2] for tokens t [...] of completions `number` [...].
+def uniform_numbers(key: Array, completion: Array, token_index: Array) -> jax.Array:
+    """Returns two uniform random numbers [..., 2] for each token, which decide which token is sampled.
 
-    They equal jax.random.uniform(fold_in(key, t), (N, 2))[number] for any N, so a completion's random numbers do not
-    depend on the size of the batch.
+    completion [...]: number of the completion. token_index [...]: index of the token in the completion. The numbers
+    equal jax.random.uniform(fold_in(key, token_index), (N, 2))[completion] for any N, so the random numbers of a
+    completion do not depend on the size of the batch.
     """
 
-    def draw_two(number: Array, t: Array) -> jax.Array:
+    def draw_two(completion: Array, token_index: Array) -> jax.Array:
         # Threefry numbers the elements of an array with a 64-bit counter of two words. The first word is 0 here.
-        index = jnp.stack([2 * number, 2 * number + 1]).astype(jnp.uint32)
-        words = threefry_2x32(jax.random.key_data(jax.random.fold_in(key, t)), jnp.pad(index, (2, 0)))
+        counter = jnp.stack([2 * completion, 2 * completion + 1]).astype(jnp.uint32)
+        token_key = jax.random.key_data(jax.random.fold_in(key, token_index))
+        words = threefry_2x32(token_key, jnp.pad(counter, (2, 0)))
         bits = words[:2] ^ words[2:]
         # 23 random bits behind the exponent of 1.0 are a number in [1, 2), from which 1 is subtracted.
         return jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1
 
-    flat = jax.vmap(draw_two)(number.reshape(-1), t.reshape(-1))
-    return flat.reshape(*number.shape, 2)
+    flat_numbers = jax.vmap(draw_two)(completion.reshape(-1), token_index.reshape(-1))
+    return flat_numbers.reshape(*completion.shape, 2)
 
 
 def empty_cache(model: Decoder, mesh: Mesh, sizes: StreamSizes) -> Cache:
@@ -147,18 +152,20 @@ def empty_cache(model: Decoder, mesh: Mesh, sizes: StreamSizes) -> Cache:
 
 
 def grow(pages: int, cache: Cache) -> Cache:
-    """Returns the cache with this many pages on each device."""
+    """Returns the cache with this many pages on each device: new pages are empty."""
+    page_axis = 2
 
-    def grown(x: Array) -> jax.Array:
-        return jnp.pad(x, [(0, pages - x.shape[2] if axis == 2 else 0) for axis in range(x.ndim)])
+    def append_pages(array: Array) -> jax.Array:
+        added = [pages - array.shape[page_axis] if axis == page_axis else 0 for axis in range(array.ndim)]
+        return jnp.pad(array, [(0, count) for count in added])
 
-    return cache._replace(pages=jax.tree.map(grown, cache.pages))
+    return cache._replace(pages=jax.tree.map(append_pages, cache.pages))
 
 
 def prefill_first(
     model: Decoder, group_sampling: GroupSampling, sizes: StreamSizes, params: PyTree, prompts: NewPrompts, key: Array
 ) -> tuple[Cache, Array, Array]:
-    """Makes an empty cache, and then does what `prefill` does, for the first prompts of a call."""
+    """Makes an empty cache, and runs the first prompts of a call. Returns what `prefill` returns."""
     cache = empty_cache(model, group_sampling.mesh, sizes)
     return prefill(model, group_sampling, params, cache=cache, prompts=prompts, key=key)
 
@@ -168,19 +175,20 @@ def prefill(
 ) -> tuple[Cache, Array, Array]:
     """Runs prompts, writes them into the cache, and samples the first token of each completion of their groups.
 
-    Returns the cache, tokens [d, n, G], and their log-probabilities.
+    Returns the cache, the tokens [d devices, n prompts, G completions], and their log-probabilities.
     """
-    (d, n, _), cfg = prompts.tokens.shape, model.cfg
+    (devices, prompts_per_device, _), cfg = prompts.tokens.shape, model.cfg
 
-    def by_prompt(x: Array) -> jax.Array:
-        return x.reshape(d * n, *x.shape[2:])
+    def by_prompt(array: Array) -> jax.Array:
+        return array.reshape(devices * prompts_per_device, *array.shape[2:])
 
     flat_mask = by_prompt(prompts.mask)
     prompt = Prompt(by_prompt(prompts.tokens), flat_mask, jax.tree.map(by_prompt, prompts.images))
-    hidden, prefix = model.prefill(params, prompt)
-    logits = model.logits(params, last_state(hidden, flat_mask)).reshape(d, n, -1)
+    hidden, keys_values = model.prefill(params, prompt)
+    logits = model.logits(params, last_state(hidden, flat_mask)).reshape(devices, prompts_per_device, -1)
     numbers = prompts.completion_number[..., None] + jnp.arange(group_sampling.group_size)[None, None]
-    uniform = uniform_numbers(key, numbers, jnp.zeros_like(numbers))
+    first_token_index = jnp.zeros_like(numbers)
+    uniform = uniform_numbers(key, numbers, first_token_index)
 
     def choose_tokens(uniform: Array) -> tuple[jax.Array, jax.Array]:
         return choose(logits, uniform, group_sampling.sampling, prompts.temperature)
@@ -196,10 +204,10 @@ def prefill(
     heads = sharding.heads_spec(cfg.kv_heads, group_sampling.mesh)
 
     def write_layers(pages: list[Pages], new: list[KeyValue], place: Array) -> list[Pages]:
-        return [write_layer(*x, place) for x in zip(pages, new, strict=True)]
+        return [write_layer(layer_pages, layer_new, place) for layer_pages, layer_new in zip(pages, new, strict=True)]
 
     write_prompts = on_devices(group_sampling.mesh, write_layers, (heads, heads, sharding.BATCH), heads)
-    return cache._replace(prompts=write_prompts(cache.prompts, prefix, prompts.cache_place)), token, logprob
+    return cache._replace(prompts=write_prompts(cache.prompts, keys_values, prompts.cache_place)), token, logprob
 
 
 def decode(
@@ -212,7 +220,9 @@ def decode(
     running_threshold: Array,
     key: Array,
 ) -> tuple[Cache, Sampled]:
-    """Samples tokens of sequences [d, S]. A sequence stops at its limit, or after a token that the host must check.
+    """Samples tokens of S sequences on each of d devices, in one decode round.
+
+    A sequence stops at its limit, or after a token that the host must check, such as a stop token.
 
     checked_tokens [V]: True for the tokens that the host must check. The round ends after ROUND_TOKENS tokens, or when
     at most `running_threshold` sequences still run on every device. If the program reads fewer prompts than the cache
@@ -223,11 +233,12 @@ def decode(
     layers = _decoding_layers(model, mesh, cache, rows.prompt_places, indices)
 
     def continues(loop_state: tuple) -> Array:
-        t, running, *_ = loop_state
-        return (t < ROUND_TOKENS) & jnp.any(jnp.sum(running, axis=1) > running_threshold)
+        token_count, running, *_ = loop_state
+        return (token_count < ROUND_TOKENS) & jnp.any(jnp.sum(running, axis=1) > running_threshold)
 
     def step(loop_state: tuple) -> tuple:
-        t, running, token, length, layers, tokens, logprobs = loop_state
+        """Samples the next token of each sequence."""
+        token_count, running, token, length, layers, tokens, logprobs = loop_state
         places = (length - 1)[..., None]
         # A row that has stopped writes to a page out of range, which drops the write.
         page_count = layers[0].pages.keys.shape[2]
@@ -240,13 +251,13 @@ def decode(
         index = length if rows.start is None else length - rows.start
         uniform = uniform_numbers(key, rows.completion_number, index)
         new_token, logprob = choose(logits, uniform, group_sampling.sampling, rows.temperature)
-        known_token = jax.lax.dynamic_index_in_dim(rows.known_tokens, t, axis=2, keepdims=False)
+        known_token = jax.lax.dynamic_index_in_dim(rows.known_tokens, token_count, axis=2, keepdims=False)
         new_token = jnp.where(known_token >= 0, known_token, new_token)
-        write = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
+        write = partial(jax.lax.dynamic_update_index_in_dim, index=token_count, axis=2)
         tokens, logprobs = write(tokens, new_token), write(logprobs, logprob)
         token, length = jnp.where(running, new_token, token), length + running
         running &= ~checked_tokens[new_token] & (length < rows.limit)
-        return t + 1, running, token, length, layers, tokens, logprobs
+        return token_count + 1, running, token, length, layers, tokens, logprobs
 
     shape = (*rows.length.shape, ROUND_TOKENS)
     start = jnp.int32(0), rows.length < rows.limit, rows.last_token, rows.length, layers
@@ -266,14 +277,15 @@ def decode_drafts(
     running_threshold: Array,
     key: Array,
 ) -> tuple[Cache, Sampled]:
-    """Does what `decode` does, but a pass through the model also verifies the next k drafts of each sequence.
+    """Samples tokens as `decode` does, but each pass through the model also verifies k drafted tokens per sequence.
 
     A draft is right if it is the token that the random numbers of its index choose. All tokens up to the first wrong
     draft, and the token in its place, are sampled by the same pass. So no draft changes a token. The round ends after
     DRAFT_PASSES passes, because the host then has better drafts.
     """
     mesh, drafted = group_sampling.mesh, rows.drafts.shape[-1] - ROUND_TOKENS
-    width, (d, slots) = drafted + 1, rows.length.shape
+    # Each sequence has a row of the model's batch for its last token, and one for each of its drafts.
+    width, (devices, slots) = drafted + 1, rows.length.shape
     indices = _with_rows_for_drafts(rows.indices, width)
     attention_mask = AttentionMask(model, indices, cache.pages[0].keys.shape[-1])
     layers = _decoding_layers(model, mesh, cache, rows.prompt_places, indices)
@@ -281,23 +293,26 @@ def decode_drafts(
     limit = jnp.minimum(rows.limit, rows.length + ROUND_TOKENS)
     known = jnp.pad(rows.known_tokens, ((0, 0), (0, 0), (0, width)), constant_values=-1)
 
-    def after(values: Array, count: Array, size: int) -> jax.Array:
-        """Returns values [d, S, count .. count + size - 1]."""
-        return jnp.take_along_axis(values, count[..., None] + jnp.arange(size)[None, None], axis=2)
+    def slice_from(values: Array, first: Array, size: int) -> jax.Array:
+        """Returns `size` values [d, S, size] of each sequence, from the index `first` [d, S] on."""
+        return jnp.take_along_axis(values, first[..., None] + jnp.arange(size)[None, None], axis=2)
 
-    def by_row(x: Array) -> jax.Array:
-        return x.reshape(d, slots * width, *x.shape[3:])
+    def by_row(array: Array) -> jax.Array:
+        """Joins the axes of sequences and of their rows: [d, S, width, ...] -> [d, S * width, ...]."""
+        return array.reshape(devices, slots * width, *array.shape[3:])
 
     def continues(loop_state: tuple) -> Array:
-        t, running, *_ = loop_state
-        return (t < DRAFT_PASSES) & jnp.any(jnp.sum(running, axis=1) > running_threshold)
+        pass_count, running, *_ = loop_state
+        return (pass_count < DRAFT_PASSES) & jnp.any(jnp.sum(running, axis=1) > running_threshold)
 
     def step(loop_state: tuple) -> tuple:
-        t, running, token, length, passes, layers, tokens, logprobs = loop_state
+        """Samples one token of each sequence, and one more for each draft that is right."""
+        pass_count, running, token, length, passes, layers, tokens, logprobs = loop_state
         count = length - rows.length
-        draft = after(rows.drafts, count, drafted)
+        draft = slice_from(rows.drafts, count, drafted)
         places = (length - 1)[..., None] + jnp.arange(width)[None, None]
-        # Rows behind a missing draft are computed in vain. A row beyond the limit has no page.
+        # Rows after a missing draft are computed too, but their results are not used. A row beyond the limit of its
+        # sequence has no page, so it must not write.
         is_real, row_places = running[..., None] & (places <= (limit - 2)[..., None]), by_row(places)[..., None]
         page_number = jnp.minimum(row_places // attention_mask.page, last_page)
         page = jnp.take_along_axis(indices.page_table, page_number, axis=2)
@@ -310,8 +325,8 @@ def decode_drafts(
         uniform = uniform_numbers(key, jnp.repeat(rows.completion_number, width, axis=1), by_row(index))
         temperature = None if rows.temperature is None else jnp.repeat(rows.temperature, width, axis=1)
         chosen = choose(logits, uniform, group_sampling.sampling, temperature)
-        new, logprob = (x.reshape(d, slots, width) for x in chosen)
-        repeated = after(known, count, width)
+        new, logprob = (array.reshape(devices, slots, width) for array in chosen)
+        repeated = slice_from(known, count, width)
         new = jnp.where(repeated >= 0, repeated, new)
         sampled, has_ended = _count_sampled(draft, new, checked_tokens[new] | (places + 2 >= limit[..., None]))
 
@@ -323,9 +338,9 @@ def decode_drafts(
         token = jnp.where(running, last_token, token)
         length, passes = length + running * sampled, passes + running
         running &= ~has_ended
-        return t + 1, running, token, length, passes, layers, tokens, logprobs
+        return pass_count + 1, running, token, length, passes, layers, tokens, logprobs
 
-    shape = (d, slots, ROUND_TOKENS + width)
+    shape = (devices, slots, ROUND_TOKENS + width)
     start = jnp.int32(0), rows.length < limit, rows.last_token, rows.length, jnp.zeros_like(rows.length), layers
     start = (*start, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
     *_, length, passes, layers, tokens, logprobs = jax.lax.while_loop(continues, step, start)
@@ -339,9 +354,10 @@ def _count_sampled(draft: Array, new: Array, ends: Array) -> tuple[jax.Array, ja
     draft [d, S, k]: drafts of all but the last of the tokens. ends [d, S, k + 1]: True for tokens after which a
     sequence stops. A token counts if all drafts before it are right, and no token before it ends the round.
     """
-    goes_on = (draft == new[..., :-1]) & ~ends[..., :-1]
-    sampled = 1 + jnp.sum(jnp.cumprod(goes_on, axis=-1), axis=-1, dtype=jnp.int32)
-    return sampled, jnp.take_along_axis(ends, (sampled - 1)[..., None], axis=2)[..., 0]
+    is_followed = (draft == new[..., :-1]) & ~ends[..., :-1]  # True if the next token counts too
+    sampled = 1 + jnp.sum(jnp.cumprod(is_followed, axis=-1), axis=-1, dtype=jnp.int32)
+    has_ended = jnp.take_along_axis(ends, (sampled - 1)[..., None], axis=2)[..., 0]
+    return sampled, has_ended
 
 
 def _with_rows_for_drafts(indices: CacheIndices, width: int) -> CacheIndices:
@@ -362,7 +378,10 @@ def _with_rows_for_drafts(indices: CacheIndices, width: int) -> CacheIndices:
 def _decoding_layers(
     model: Decoder, mesh: Mesh, cache: Cache, prompt_places: Array, indices: CacheIndices
 ) -> list[LayerCache]:
-    """Returns what a decode program reads and writes of each layer. prompt_places: as in `RoundRows`."""
+    """Returns, for each layer, the prompts and pages that a decode program reads and writes, and memory for scores.
+
+    prompt_places [d, e]: places in the cache of the e prompts that the program reads.
+    """
     reads_all = prompt_places.shape[1] == cache.prompts[0].keys.shape[2]
     prompts = cache.prompts if reads_all else _copy_prompts(model, mesh, cache.prompts, prompt_places)
     scores = score_memory(model, mesh, cache.pages[0], indices)
@@ -370,7 +389,7 @@ def _decoding_layers(
 
 
 def _copy_prompts(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array) -> list[Pages]:
-    """Returns a copy of the prompts at `place` [d, n] of each layer."""
+    """Returns copies of cached prompts, for each layer. place [d, n]: places of n prompts in the cache of a device."""
     heads = sharding.heads_spec(model.cfg.kv_heads, mesh)
 
     def copy(layers: list[Pages], place: Array) -> list[Pages]:

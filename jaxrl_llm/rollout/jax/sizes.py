@@ -48,9 +48,9 @@ class Slots(NamedTuple):
 class StreamSizes:
     """Sizes of one call of the engine, on each device."""
 
-    group_size: int  # G
-    prompt_width: int  # P, padded prompt tokens
-    completion_length: int  # C, most tokens of a completion
+    group_size: int  # completions of a prompt (G)
+    prompt_width: int  # tokens of a padded prompt (P)
+    completion_length: int  # most tokens of a completion (C)
     sequences: int  # most sequences that hold pages at a time
     prompts: int  # most prompts in the cache at a time
     page: int  # tokens of a page
@@ -91,9 +91,11 @@ class StreamSizes:
 
     def drafted(self, slots: Slots) -> int:
         """Returns how many drafts the decode program for these slots verifies in a pass; 0: it has no drafts."""
-        # Where groups wait, the sequences become many again, and so the right drafts would choose the programs.
+        # Right drafts must not decide which program runs. They would, if groups wait for slots: then the number of
+        # sequences grows again, and the run changes between programs with and without drafts.
         is_one_size = slots.count == self.sequences or not self.refills
-        return self.drafts * (is_one_size and slots.count * (self.drafts + 1) <= DRAFT_ROWS[self.has_kernel])
+        rows_of_pass = slots.count * (self.drafts + 1)
+        return self.drafts * (is_one_size and rows_of_pass <= DRAFT_ROWS[self.has_kernel])
 
     def chunk_tokens(self, *, continues_groups: bool) -> tuple[int, ...]:
         """Returns the widths of the programs that write observations into pages.
@@ -179,8 +181,8 @@ def sizes_of(
     device_prompts = -(-prompts // kind.devices)
     device_sequences = device_prompts * group_size
     sequences = min(device_sequences, max(max_sequences // kind.devices, 1) if max_sequences else device_sequences)
-    # Twice as many prompts as full groups fit, because a group keeps its prompt in the cache until its last sequence
-    # ends, while new groups start. No more groups than sequences can decode.
+    # The cache holds twice as many prompts as full groups can decode, because a group keeps its prompt in the cache
+    # until its last sequence ends, while new groups start. More prompts than sequences are never needed.
     active_prompts = min(device_prompts, 2 * -(-sequences // group_size) + 1, sequences)
     cached_prompts = active_prompts if sequences < device_sequences else device_prompts
     page = kind.tokens or min(PAGE_TOKENS, -(-completion_length // PAGE_ALIGNMENT) * PAGE_ALIGNMENT)
@@ -200,7 +202,8 @@ def sizes_of(
     )
     needed_pages = sequences * sizes.max_sequence_pages
     if cache_bytes and not pages:
-        pages = min(cache_bytes // kind.token_bytes - cached_prompts * prompt_width, needed_pages * page) // page
+        tokens_of_pages = cache_bytes // kind.token_bytes - cached_prompts * prompt_width
+        pages = min(tokens_of_pages, needed_pages * page) // page
     pages = max(pages or needed_pages, sizes.max_sequence_pages)
     # The cache is cleared in each call. Where no kernel reads it, that takes longer than to decode short completions.
     allocated_pages = pages if kind.has_kernel else min(pages, PAGE_GROWTH * sequences)

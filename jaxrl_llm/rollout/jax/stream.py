@@ -96,8 +96,8 @@ class Stream:
             new_groups = self._admit(pending_groups)
             cache = self._prefill(cache, new_groups)
             cache = self._feed(self._grow(cache))
-            rows = [[m for m in s.page_holders if self._is_decoding(m)] for s in self.schedulers]
-            some_wait = bool(pending_groups) or any(s.waiting for s in self.schedulers)
+            rows = self._decoding_members()
+            some_wait = bool(pending_groups) or any(scheduler.waiting for scheduler in self.schedulers)
             complete_count = len(self._update_complete_groups())
             continues = complete_count < (self.wanted_groups or len(self.prompts.tokens))
             continues |= bool(self._incomplete[self.required_groups].any())
@@ -114,7 +114,7 @@ class Stream:
                 wait(self.episodes.pending_answers, timeout=ANSWER_GRACE_SECONDS)
 
     def first_groups(self) -> list[int]:
-        """Returns `wanted_groups` groups: the required groups, and then the groups that were complete first."""
+        """Returns the numbers of `wanted_groups` groups: the required ones, and then those that were complete first."""
         return sorted(self.complete_groups, key=lambda group: group not in self.required_groups)[: self.wanted_groups]
 
     def _append_answers(self) -> None:
@@ -142,7 +142,8 @@ class Stream:
 
     def _pending_groups(self) -> deque[PromptGroup]:
         """Returns the groups with completions that have not ended, in the order of their prompts."""
-        groups = [PromptGroup.with_members(b, self.sizes.group_size) for b in range(len(self.prompts.tokens))]
+        prompt_count = len(self.prompts.tokens)
+        groups = [PromptGroup.with_members(number, self.sizes.group_size) for number in range(prompt_count)]
         for group in groups:
             group.members = [member for member in group.members if self.episodes.states[member.number] != ENDED]
         return deque(group for group in groups if group.members)
@@ -158,18 +159,28 @@ class Stream:
         """Returns whether a sequence can decode: it is in a turn, and the prefill has sampled its first token."""
         return self.episodes.states[member.number] == IN_TURN and self.episodes.lengths[member.number] > 0
 
+    def _decoding_members(self) -> list[list[Member]]:
+        """Returns the sequences of each device that the next decode round can continue."""
+        return [
+            [member for member in scheduler.page_holders if self._is_decoding(member)] for scheduler in self.schedulers
+        ]
+
     def _turn_limits(self) -> np.ndarray:
-        """Returns the length [N] at which the current turn of each completion ends; 0 outside of turns."""
+        """Returns the length at which the current turn of each completion ends, 0 outside of turns: [completions]."""
         turn_tokens = self.environments.turn_tokens if self.environments else self.episodes.tokens.shape[1]
         return self.episodes.turn_limits(turn_tokens)
 
     def _tokens_after_round(self, member: Member, limits: np.ndarray) -> int:
-        """Returns the most tokens of a sequence that its pages hold after the next round. limits: turn limits [N]."""
-        i = member.number
-        if self.episodes.states[i] != IN_TURN:
+        """Returns the most tokens of a sequence that its pages hold after the next round.
+
+        limits: length at which the turn of each completion ends, from `_turn_limits`.
+        """
+        if self.episodes.states[member.number] != IN_TURN:
             return member.cached
-        observation_end = self._observation_end(member)
-        return min(max(member.cached, observation_end - 1) + ROUND_TOKENS, max(int(limits[i]), 2) - 1)
+        cached_before_round = max(member.cached, self._observation_end(member) - 1)
+        # The round does not compute keys and values of the last token of a turn.
+        cached_at_limit = max(int(limits[member.number]), 2) - 1
+        return min(cached_before_round + ROUND_TOKENS, cached_at_limit)
 
     def _observation_end(self, member: Member) -> int:
         """Returns the number of tokens up to the end of the observation that comes next in a sequence.
@@ -217,11 +228,12 @@ class Stream:
             cache, *sampled = self.programs.prefill(cache, transfers.shard_batch(arrays, self.mesh))
             first_tokens, logprobs = transfers.to_host(tuple(sampled))
             WATCHDOG.report_progress()
-            for d, n, group in enumerate_items(new_groups, first, size):
-                for i in self._without_tokens(group):
-                    g = i % self.sizes.group_size
-                    self.episodes.append(i, first_tokens[d, n, g : g + 1], logprobs[d, n, g : g + 1])
-                    changed.append(i)
+            for device, row, group in enumerate_items(new_groups, first, size):
+                for number in self._without_tokens(group):
+                    index_in_group = number % self.sizes.group_size
+                    new = device, row, slice(index_in_group, index_in_group + 1)
+                    self.episodes.append(number, first_tokens[new], logprobs[new])
+                    changed.append(number)
             first += size
         if changed:
             self._end_turns(np.array(changed))
@@ -282,10 +294,10 @@ class Stream:
         return cache
 
     def _decode(self, cache: Cache, rows: list[list[Member]], count: int, *, some_wait: bool) -> Cache:
-        """Runs one decode round and appends its tokens. rows: decoding sequences of each device of this process.
+        """Runs one decode round, and appends its tokens to the episodes. Returns the new cache.
 
-        count: most sequences on a device of any process. some_wait: whether sequences wait for admission in any
-        process.
+        rows: decoding sequences of each device of this process. count: most sequences on a device of any process.
+        some_wait: whether sequences wait for admission in any process.
         """
         episodes = self.episodes
         slots = self.sizes.smallest_slots(count)
@@ -304,16 +316,16 @@ class Stream:
         self.passes += int(passes.sum())
         self.slot_steps += counts.size * int(passes.max())
         changed = []
-        for d, n, member in enumerate_items(rows, 0, slots.count):
-            i = member.number
+        for device, row, member in enumerate_items(rows, 0, slots.count):
+            number = member.number
             # Pages hold all known tokens but the last, unless a preemption has freed pages. Then the round first
             # repeats known tokens, and only its later tokens are new.
-            repeated_count = int(episodes.lengths[i]) - 1 - member.cached
-            new = slice(repeated_count, int(counts[d, n]))
+            repeated_count = int(episodes.lengths[number]) - 1 - member.cached
+            new = slice(repeated_count, int(counts[device, row]))
             member.cached += new.stop
             if new.start < new.stop:
-                episodes.append(i, tokens[d, n, new], logprobs[d, n, new])
-                changed.append(i)
+                episodes.append(number, tokens[device, row, new], logprobs[device, row, new])
+                changed.append(number)
         if changed:
             self._end_turns(np.array(changed))
         for members in rows:
@@ -332,5 +344,5 @@ class Stream:
             # Return when a third of the sequences wait for environments, because most slots would soon be idle.
             return max(refill_threshold, count * 2 // 3)
         # Return when the remaining sequences fit a smaller program, whose rounds are faster.
-        smaller = [s.count for s in self.sizes.slots if s.count < count]
-        return max(refill_threshold, *smaller, 0)
+        smaller_programs = [slots.count for slots in self.sizes.slots if slots.count < count]
+        return max(refill_threshold, *smaller_programs, 0)

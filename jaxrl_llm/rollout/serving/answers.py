@@ -87,6 +87,7 @@ class TextAnswer:
         return part
 
     def _logprobs(self, choice: ServedChoice, start: int) -> dict[str, Any]:
+        """Returns the log-probabilities of a choice from token `start` on, in OpenAI's form for chats or for texts."""
         texts = [choice.tokenizer.decode([token]) for token in choice.tokens[start:]]
         logprobs = choice.logprobs[start:]
         if not self.is_chat:

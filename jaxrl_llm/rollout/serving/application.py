@@ -190,6 +190,7 @@ def _session_routes(service: Service) -> APIRouter:
     router.include_router(_sampling_routes(service))
 
     def trace_of(session_id: str) -> dict[str, Any]:
+        """Returns the calls of a session as a tree of token ids."""
         if not (session := service.sessions.get(session_id)):
             raise RequestError(404, f"session {session_id} does not exist")
         trace = session.trace
@@ -217,6 +218,7 @@ def _session_routes(service: Service) -> APIRouter:
 
 
 async def _invalid(request: Request, error: Any) -> JSONResponse:
+    """Returns the answer to a request whose body has a wrong or unknown field."""
     first = error.errors()[0]
     name = ".".join(str(x) for x in first["loc"][1:])
     if not request.headers.get("content-type", "").startswith("application/json"):

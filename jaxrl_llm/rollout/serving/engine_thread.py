@@ -111,6 +111,7 @@ class EngineThread:
             return self._taken
 
     def _run(self, stream: OpenStream) -> None:
+        """Runs the stream until it ends. If it fails, reports the failure to all unfinished sequences."""
         try:
             stream.run()
         except BaseException as error:

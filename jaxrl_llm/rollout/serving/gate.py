@@ -55,6 +55,7 @@ class Gate:
         await self._app(scope, replay, send)
 
     async def _read(self, request: Request) -> bytes:
+        """Reads the body of a request. Raises: RequestError, if it is too large or too slow."""
         body = bytearray()
         try:
             with anyio.fail_after(BODY_SECONDS):

@@ -51,6 +51,7 @@ def read_choices(server: str, choices: Any, parameters: dict[str, Any], vocab_si
 
 
 def _completion(server: str, choice: dict[str, Any], parameters: dict[str, Any], vocab_size: int) -> Completion:
+    """Returns a completion of vLLM's answer. Raises: Unavailable or UserError, if it cannot be right."""
     reason, limit, stops = choice["finish_reason"], parameters["max_tokens"], parameters["stop_token_ids"]
     if reason not in ("stop", "length"):
         raise Unavailable(f"a completion ended with {reason!r}")

@@ -177,7 +177,7 @@ class VllmEngine:
             if max_tokens is None
             else np.minimum(max_tokens, self._max_completion_tokens)
         )
-        # vLLM adds i to the seed for member i of a request, so leave room below 2**31.
+        # vLLM adds a completion's index in its request to the seed, so leave room below 2**31.
         count = len(prompts.tokens) * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         # The trainer decodes the tokens, so the server need not.
@@ -185,21 +185,20 @@ class VllmEngine:
         # Cache the prompts, because a group may have several requests.
         prompt_of = cache(partial(server_prompt, prompts))
 
-        def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:
-            own_parameters = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + first)}
-            return prompt_of(b).request([]) | {"sampling_params": body | own_parameters}
-
-        # All members of a group with the same limit share one request, so that they share the prompt on the server. The
-        # seeds of a group's requests follow each other, so two members never have the same seed.
-        parts = [
-            (b, int(np.sum(row < n)), np.flatnonzero(row == n), int(n))
-            for b, row in enumerate(limits)
-            for n in np.unique(row)
-        ]
-        jobs = [
-            self._request_threads.submit(self._request_group, part[0], request(*part), prompt_of(part[0]).expanded)
-            for part in parts
-        ]
+        # All members of a group with the same token limit share one request, so that they share the prompt on the
+        # server. The seeds of a group's requests follow each other, so two members never have the same seed.
+        parts: list[tuple[int, np.ndarray]] = []  # prompt and members of each request
+        jobs = []
+        for prompt, group_limits in enumerate(limits):
+            for limit in np.unique(group_limits):
+                members, members_before = np.flatnonzero(group_limits == limit), int(np.sum(group_limits < limit))
+                seed = int(seeds[prompt] + members_before)
+                own_parameters = {"n": len(members), "max_tokens": int(limit), "seed": seed}
+                request = prompt_of(prompt).request([]) | {"sampling_params": body | own_parameters}
+                parts.append((prompt, members))
+                jobs.append(
+                    self._request_threads.submit(self._request_group, prompt, request, prompt_of(prompt).expanded)
+                )
         # The first error ends the wait, because the other requests may take minutes.
         for job in as_completed(jobs):
             report_ended(len(job.result()))
@@ -207,11 +206,12 @@ class VllmEngine:
         tokens, logprobs = np.full(shape, self._pad_id, np.int32), np.zeros(shape, np.float32)
         versions = np.full(shape, self._weight_file.version, np.int32)
         mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
-        for (b, _, members, _), completions in zip(parts, answers, strict=True):
+        for (prompt, members), completions in zip(parts, answers, strict=True):
             for completion in completions:
-                place = b, members[completion.index], slice(len(completion.tokens))
+                member = members[completion.index]
+                place = prompt, member, slice(len(completion.tokens))
                 tokens[place], logprobs[place], mask[place] = completion.tokens, completion.logprobs, True
-                truncated[place[:2]] = completion.truncated
+                truncated[prompt, member] = completion.truncated
         return Rollouts(
             completions=tokens,
             completion_mask=mask,
@@ -231,6 +231,7 @@ class VllmEngine:
         environments: EpisodeEnvironments,
         report_ended: Callable[[int], None],
     ) -> Rollouts:
+        """Samples `group_size` episodes of each prompt: turns of the policy, and observations of the environments."""
         # Each turn is a request with all earlier tokens. The server finds their keys and values in its prefix cache.
         local_prompts = len(prompts.tokens)
         count = local_prompts * group_size * distributed.count()
@@ -243,28 +244,34 @@ class VllmEngine:
         # The server ends a turn at these strings too, so that it does not sample more. It must decode text for that.
         body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
 
-        def ask(i: int) -> Completion:
-            b, length = i // group_size, int(episodes.lengths[i])
-            earlier_tokens = episodes.tokens[i, :length].tolist()
-            max_tokens = int(episodes.turn_limits(environments.turn_tokens)[i]) - length
+        def request_turn(number: int) -> Completion:
+            """Requests the next turn of the episode with this number."""
+            prompt, length = number // group_size, int(episodes.lengths[number])
+            earlier_tokens = episodes.tokens[number, :length].tolist()
+            max_tokens = int(episodes.turn_limits(environments.turn_tokens)[number]) - length
             # Each turn has another seed. The server restarts its random numbers from the seed in each request, so equal
             # seeds would sample all turns with the same random numbers.
-            own_parameters = {"n": 1, "max_tokens": max_tokens, "seed": int((int(seeds[i]) + length) % (2**31 - 1))}
-            request = prompt_of(b).request(earlier_tokens) | {"sampling_params": body | own_parameters}
-            return self._request_group(b, request, prompt_of(b).expanded + earlier_tokens)[0]
+            seed = int((int(seeds[number]) + length) % (2**31 - 1))
+            own_parameters = {"n": 1, "max_tokens": max_tokens, "seed": seed}
+            request = prompt_of(prompt).request(earlier_tokens) | {"sampling_params": body | own_parameters}
+            return self._request_group(prompt, request, prompt_of(prompt).expanded + earlier_tokens)[0]
 
-        requests = {self._request_threads.submit(ask, i): i for i in range(local_prompts * group_size)}
+        def submit_turn(number: int) -> Future[Completion]:
+            return self._request_threads.submit(request_turn, number)
+
+        # {pending request: number of its episode}
+        requests = {submit_turn(number): number for number in range(local_prompts * group_size)}
         while requests or episodes.pending_answers:
             pending: list[Future[Any]] = [*requests, *episodes.pending_answers]
             wait(pending, return_when=FIRST_COMPLETED)
             for request in [request for request in requests if request.done()]:
-                i, completion = requests.pop(request), request.result()
-                episodes.append(i, completion.tokens, completion.logprobs)
-                episodes.end_turns(np.array([i]), environments, self._stop_ids)
+                number, completion = requests.pop(request), request.result()
+                episodes.append(number, completion.tokens, completion.logprobs)
+                episodes.end_turns(np.array([number]), environments, self._stop_ids)
                 # The turn continues if only the server's tokenizer saw a stop string in these tokens.
-                if episodes.states[i] == IN_TURN:
-                    requests[self._request_threads.submit(ask, i)] = i
-            requests |= {self._request_threads.submit(ask, i): i for i in episodes.append_answers()}
+                if episodes.states[number] == IN_TURN:
+                    requests[submit_turn(number)] = number
+            requests |= {submit_turn(number): number for number in episodes.append_answers()}
             report_ended(episodes.count_newly_ended())
         return episodes.rollouts(group_size, versions)
 
@@ -283,10 +290,11 @@ class VllmEngine:
             "ignore_eos": True,
         }
 
-    def _request_group(self, b: int, request: dict[str, Any], expanded: list[int]) -> list[Completion]:
-        """Returns the completions of a request for prompt b's group. If a server is unavailable, asks the next one.
+    def _request_group(self, prompt: int, request: dict[str, Any], expanded: list[int]) -> list[Completion]:
+        """Returns the completions of a request. If a server is unavailable, sends the request to the next one.
 
-        expanded: tokens of the request as the trainer has them, with all tokens of images.
+        prompt: index of the prompt in the batch. expanded: tokens of the request as the trainer has them, with all
+        tokens of images.
         """
 
         def request_once(server: ServerConnection) -> list[Completion]:
@@ -306,7 +314,7 @@ class VllmEngine:
 
         # Each prompt has a server that it asks first, so that the server's prefix cache serves all turns of the prompt.
         servers = [server for server in self._servers if server not in self._unavailable]
-        return self._retry(request_once, islice(cycle(servers), b % len(servers), None))
+        return self._retry(request_once, islice(cycle(servers), prompt % len(servers), None))
 
     def _check_versions(self, server: ServerConnection, choices: list[dict[str, Any]]) -> None:
         """Checks that the last pushed weights sampled all tokens.
@@ -379,11 +387,11 @@ class VllmEngine:
         self._weight_file.close()
 
     def _retry(self, action: Callable[[ServerConnection], T], servers: Iterable[ServerConnection]) -> T:
-        """Returns action(server). On Unavailable, tries the next of the endless `servers`.
+        """Returns action(server). If the server is unavailable, tries the next of the endless `servers`.
 
-        Raises: ServerLost, after `patience` seconds without success.
+        Raises: ServerLost, after config.engine.patience seconds without success.
         """
-        end, pause = 0.0, connection.RETRY_PAUSES[0]
+        end, pause = 0.0, connection.RETRY_PAUSES[0]  # time at which retries end, 0 before the first failure; seconds
         for server in servers:
             try:
                 if end:

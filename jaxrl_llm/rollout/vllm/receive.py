@@ -78,6 +78,7 @@ class PullBackend(WeightTransferEngine[Init, Update]):
         pass
 
     def receive_weights(self, update_info: Update) -> None:
+        """Loads pushed weights into this worker's model. All workers of the server call it together."""
         rank, workers = get_world_group().rank_in_group, get_world_group().world_size
         try:
             with ExitStack() as files:

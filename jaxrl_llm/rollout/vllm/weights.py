@@ -89,6 +89,7 @@ class WeightFile:
         self.version = version
 
     def _write(self, params: PyTree) -> None:
+        """Writes the parameters into the file from which the vLLM servers load them."""
         file = self.folder / WEIGHTS
         # Remove the old file first, to make room for the new one.
         file.unlink(missing_ok=True)
@@ -165,6 +166,7 @@ class WeightServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                """Sends the weights to a server that has a token of this run."""
                 authorization = self.headers.get("Authorization", "")
                 # Compare in constant time, because the time must not reveal how much of a token is right.
                 is_right = partial(secrets.compare_digest, authorization.encode())

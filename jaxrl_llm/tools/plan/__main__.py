@@ -34,6 +34,7 @@ DESCRIPTION = (
 
 
 def main() -> None:
+    """Prints the memory and the estimated time of a config's programs on a topology."""
     parser = config_parser("jaxrl_llm.tools.plan", DESCRIPTION)
     parser.add_argument(
         "--topology",

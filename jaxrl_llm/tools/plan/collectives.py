@@ -51,6 +51,7 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
     begun: set[str] = set()  # text of channel and chain of each split collective that is counted already
 
     def walk(name: str, loops: tuple[float, ...]) -> Iterator[Collective]:
+        """Yields the collectives of a computation, with those of its loops. loops: trips of the loops around it."""
         for line in computations[name]:
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
                 # A collective in the body of a loop runs once per trip, although the text has it once.

@@ -194,6 +194,7 @@ def _stream(
     wanted_groups: int = 0,
     required_groups: Sequence[int] = (),
 ) -> Stream:
+    """Returns a stream whose programs only count their calls, with as many tokens as `texts` has."""
     schedulers = [Scheduler(calls.sizes) for _ in range(devices)]
     return Stream(
         programs=calls,

@@ -19,6 +19,7 @@ def flops(traced: jax.stages.Traced, turns: float = 1) -> float:
 
 
 def _jaxpr_flops(jaxpr: Any, turns: float) -> float:
+    """Returns the floating-point operations of all matrix products of a traced program. turns: trips of its loops."""
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params

@@ -24,6 +24,7 @@ COMPARED = ("grad_norm", "update_norm", "clip/fraction", "importance/mean", "los
 
 
 def main() -> None:
+    """Makes a step again, prints whether it equals the run's record, and writes the files that are asked for."""
     args = parse()
     recomputed: dict[str, tuple[float, float]] = {}
     if args.source:

@@ -99,74 +99,91 @@ def means(record: StepRecord) -> dict[str, float]:
     return {metric: float(np.mean(x, dtype=np.float64)) for metric, x in arrays.items() if x.size}
 
 
-def group_of(record: StepRecord, b: int, order: np.ndarray, shares: list[np.ndarray]) -> ShownGroup:
-    """Returns what the page shows of prompt b. order: its completions [G]; shares: results of `update_shares`."""
-    judged = record.rewards[b][~np.isnan(record.rewards[b])]
+def group_of(record: StepRecord, prompt: int, order: np.ndarray, shares: list[np.ndarray]) -> ShownGroup:
+    """Returns what the page shows of a prompt and its completions.
+
+    prompt: index in the batch. order: members of the group, in the order of the page. shares: results of
+    `update_shares`.
+    """
+    rewards, row = record.rewards[prompt], record.rows[prompt]
+    judged = rewards[~np.isnan(rewards)]
     note = f"mean reward {judged.mean():.3g}" if len(judged) else "no verdict"
     return ShownGroup(
-        number=b + 1,
-        note=f"{note}, {shares[0][b].sum():.1%} of the update" if shares else note,
-        prompt=prompt_text(record, b),
-        columns={name: cut(str(x)) for name, x in record.rows[b].items() if name not in ("prompt", "reasons")},
-        completions=[completion_of(record, b, g, shares) for g in order.tolist()],
+        number=prompt + 1,
+        note=f"{note}, {shares[0][prompt].sum():.1%} of the update" if shares else note,
+        prompt=prompt_text(record, prompt),
+        columns={name: cut(str(value)) for name, value in row.items() if name not in ("prompt", "reasons")},
+        completions=[completion_of(record, prompt, member, shares) for member in order.tolist()],
     )
 
 
-def completion_of(record: StepRecord, b: int, g: int, shares: list[np.ndarray]) -> ShownCompletion:
-    """Returns what the page shows of completion g of prompt b but its tokens. shares: results of `update_shares`."""
-    mask, trained = record.completion_mask[b, g], record.loss_mask[b, g]
-    # A row may have the reasons of its rewards: {reward function: [G] texts}.
-    reasons = record.rows[b].get("reasons", {})
-    scores = {name: float(x[b, g]) for name, x in {"reward": record.rewards, **record.channels}.items()}
+def completion_of(record: StepRecord, prompt: int, member: int, shares: list[np.ndarray]) -> ShownCompletion:
+    """Returns what the page shows of a completion besides its tokens.
+
+    prompt: index in the batch. member: index of the completion in its group. shares: results of `update_shares`.
+    """
+    place = prompt, member
+    mask, trained = record.completion_mask[place], record.loss_mask[place]
+    # A row may have the reasons of its rewards: {reward function: a text for each completion}.
+    reasons = record.rows[prompt].get("reasons", {})
+    rewards_by_name = {"reward": record.rewards, **record.channels}
+    scores = {name: float(rewards[place]) for name, rewards in rewards_by_name.items()}
     facts = [
-        Fact(name, "no verdict" if np.isnan(x) else f"{x:.4g}", reasons[name][g] if name in reasons else "")
-        for name, x in scores.items()
+        Fact(
+            name, "no verdict" if np.isnan(score) else f"{score:.4g}", reasons[name][member] if name in reasons else ""
+        )
+        for name, score in scores.items()
     ]
-    facts += [Fact("advantage", f"{record.advantages[b, g][trained].mean():.3g}")] if trained.any() else []
+    facts += [Fact("advantage", f"{record.advantages[place][trained].mean():.3g}")] if trained.any() else []
     observed = int(mask.sum() - trained.sum())
     facts.append(Fact("tokens", f"{trained.sum():,}", f"and {observed:,} of the environment" if observed else ""))
-    if record.gradient and (norm := float(record.gradient["norm"][b, g])) > 0:
+    if record.gradient and (norm := float(record.gradient["norm"][place])) > 0:
         facts += [
             Fact("gradient norm", f"{norm:.3g}", bar=norm / float(np.nanmax(record.gradient["norm"]))),
-            Fact("cosine", f"{record.gradient['cosine'][b, g]:.2f}"),
+            Fact("cosine", f"{record.gradient['cosine'][place]:.2f}"),
         ]
     facts += [
-        Fact(label, f"{share[b, g]:.1%}", bar=share[b, g] / (np.abs(share).max() or 1.0))
+        Fact(label, f"{share[place]:.1%}", bar=share[place] / (np.abs(share).max() or 1.0))
         for label, share in zip(("share of update", "share if changed"), shares, strict=False)
     ]
-    texts = texts_of(record, record.completions[b, g][mask][:START])
-    return ShownCompletion((b, g), facts, "".join(texts)[:START])
+    texts = texts_of(record, record.completions[place][mask][:START])
+    return ShownCompletion(place, facts, "".join(texts)[:START])
 
 
 def texts_of(record: StepRecord, tokens: np.ndarray) -> list[str]:
-    """Returns the texts of tokens [n]."""
-    return [record.token_texts[i] for i in np.searchsorted(record.token_ids, tokens)]
+    """Returns the text of each of these token ids."""
+    return [record.token_texts[index] for index in np.searchsorted(record.token_ids, tokens)]
 
 
-def prompt_text(record: StepRecord, b: int) -> str:
+def prompt_text(record: StepRecord, prompt: int) -> str:
     """Returns the text of a prompt. Of many equal tokens in a row, it has one and their number."""
-    runs = [(text, len([*run])) for text, run in groupby(texts_of(record, record.prompts[b][record.prompt_mask[b]]))]
+    token_texts = texts_of(record, record.prompts[prompt][record.prompt_mask[prompt]])
+    runs = [(text, len([*run])) for text, run in groupby(token_texts)]
     return cut("".join(text * count if count <= REPEATS else f"{text} × {count} " for text, count in runs))
 
 
 def pack(record: StepRecord, places: list[tuple[int, int]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the data of the page's script, and by name its arrays over all tokens, compressed.
 
-    places: indices of the completions in the order of the page.
+    places: index of the prompt and of the member for each completion, in the order of the page.
     """
-    b, g = np.transpose(places)
-    mask = record.completion_mask[b, g]
-    trained = record.loss_mask[b, g][mask]
+    prompts, members = np.transpose(places)
+    mask = record.completion_mask[prompts, members]
+    trained = record.loss_mask[prompts, members][mask]
     columns = {"advantage": record.advantages, **record.columns, "lag": record.step - 1 - record.versions}
     if "masked" in columns:
         columns.setdefault("clipped", np.zeros_like(columns["masked"]))
-    arrays = {name: np.where(trained, x[b, g][mask], 1.0 if name == "ratio" else 0.0) for name, x in columns.items()}
+    arrays = {
+        # Untrained tokens get the neutral value, which has no color on the page.
+        name: np.where(trained, column[prompts, members][mask], 1.0 if name == "ratio" else 0.0)
+        for name, column in columns.items()
+    }
     # Half precision holds three digits. A ratio is stored as its logarithm, because most ratios are nearly 1.
     arrays |= {"ratio": np.log(arrays["ratio"])} if "ratio" in arrays else {}
     fits = {name: np.nanmax(np.abs(x), initial=0) < np.finfo(np.float16).max for name, x in arrays.items()}
     arrays = {name: x.astype(np.float16 if fits[name] else np.float32) for name, x in arrays.items()}
     scales = {name: scale(arrays[name][trained]) for name in ("advantage", *METRICS) if name in arrays}
-    tokens = np.searchsorted(record.token_ids, record.completions[b, g][mask])
+    tokens = np.searchsorted(record.token_ids, record.completions[prompts, members][mask])
     arrays |= {"token": tokens.astype(np.uint32), "trained": trained.astype(np.uint8)}
     sizes = mask.sum(axis=-1)
     data = {
@@ -184,7 +201,7 @@ def pack(record: StepRecord, places: list[tuple[int, int]]) -> tuple[dict[str, A
 
 
 def scale(values: np.ndarray) -> float:
-    """Returns the absolute value of `values` [n] at which a color is strongest; 0 if all are 0."""
+    """Returns the absolute value at which the color of a token is strongest; 0 if all values are 0."""
     sizes = np.abs(values[np.isfinite(values)].astype(np.float64))
     # A percentile of 0 would hide rare values.
     return float(np.percentile(sizes, PERCENTILE) or sizes.max()) if sizes.size else 0.0

@@ -18,6 +18,7 @@ DESCRIPTION = (
 
 
 def main() -> None:
+    """Writes or serves the page about one run or several."""
     parser = Parser("jaxrl_llm.tools.report", description=DESCRIPTION)
     parser.add_argument("workdirs", type=Path, nargs="+", metavar="WORKDIR", help="work directories of the runs")
     parser.add_argument(

@@ -31,6 +31,7 @@ def groups(run: ReportedRun) -> list[Group]:
 
 
 def _group(line: dict[str, Any]) -> Group:
+    """Returns what the report shows of a group. line: a line of completions.jsonl."""
     pairs = list(zip(line["rewards"], line["completions"], strict=True))
     judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])
     unjudged = len(pairs) - len(judged)

@@ -118,17 +118,21 @@ def _accuracies(runs: Sequence[ReportedRun]) -> tuple[str, ...]:
 def _curve(run_index: int, run: ReportedRun, metric: str) -> Curve | None:
     """Returns the curve of a metric, or None for a run without a finite value of it."""
     points = [(record["step"], record[metric]) for record in run.records if metric in record]
-    if all(y is None for _, y in points):
+    if all(value is None for _, value in points):
         return None
-    x, y = zip(*points, strict=True)
-    return Curve(run_index, run.letter, metric, np.array(x, np.int32), np.array(y, float))
+    steps, values = zip(*points, strict=True)
+    return Curve(run_index, run.letter, metric, np.array(steps, np.int32), np.array(values, float))
 
 
 def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
-    several = len({curve.metric for curve in curves}) > 1
+    """Returns the plot of a panel: curves of its metrics, bands of healthy values, and spans of findings.
+
+    limits: bands of each run.
+    """
+    has_several_metrics = len({curve.metric for curve in curves}) > 1
     bands_by_run = {
         # A plot of several metrics has no bands, because no reader could tell to which metric a band belongs.
-        curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several]
+        curve.run: [band for band in limits[curve.run] if band.metric == curve.metric and not has_several_metrics]
         for curve in curves
     }
     spans = [
@@ -148,20 +152,20 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
     for run_index, run_bands in bands_by_run.items():
         drawn += traces.band(run_index, run_bands, runs[run_index], axis) if run_bands else []
     for curve in curves:
-        dash = DASHES[panel.metrics.index(curve.metric) % len(DASHES)] if several else ""
+        dash = DASHES[panel.metrics.index(curve.metric) % len(DASHES)] if has_several_metrics else ""
         drawn += traces.points(curve, panel.form, dash) if panel.plain else traces.lines(curve, panel.form, dash, axis)
         drawn += traces.not_finite(curve, axis)
     last = max(run.last for run in runs)
     for number, (run_index, span) in enumerate(spans):
         text = f"{runs[run_index].letter} {span.finding.id}" if len(runs) > 1 else span.finding.id
         drawn += traces.mark(run_index, text, span, last, axis.level(number))
-    keys = [(DASHES[i % len(DASHES)], name) for i, name in enumerate(panel.metrics)] if several else []
-    return Plot(
-        panel.title, _words(curves, bands_by_run, runs, axis), keys, traces.as_json(drawn, _layout(panel, last, axis))
-    )
+    legend = [(DASHES[index % len(DASHES)], name) for index, name in enumerate(panel.metrics)]
+    words, figure = _words(curves, bands_by_run, runs, axis), traces.as_json(drawn, _layout(panel, last, axis))
+    return Plot(panel.title, words, legend if has_several_metrics else [], figure)
 
 
 def _layout(panel: Panel, last: int, axis: Axis) -> dict[str, Any]:
+    """Returns Plotly's layout of a panel. last: last step of all runs."""
     form = panel.form
     if form.endswith("%") and axis.span > 0.05:
         form = ".0%"

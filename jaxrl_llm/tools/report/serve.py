@@ -73,6 +73,7 @@ class PageHandler(BaseHTTPRequestHandler):
     server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
+        """Sends the page of the report, its time stamp, or Plotly's script."""
         # A page of another site whose name resolves to this machine (DNS rebinding) has another Host.
         if self.headers["Host"] not in (self.server.address, f"localhost:{self.server.server_port}"):
             self.send_error(403)

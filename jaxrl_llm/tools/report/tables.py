@@ -43,32 +43,34 @@ def config_difference(runs: Sequence[ReportedRun]) -> list[TableRow]:
 def phase_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the median seconds of each phase of a step, and the seconds of the first step, which compiles."""
     timed = [[record for record in run.records if record.get("time/step")] for run in runs]
-    names = list(dict.fromkeys(name for records in timed for r in records for name in r if name.startswith("time/")))
+    all_names = dict.fromkeys(name for records in timed for record in records for name in record)
+    names = [name for name in all_names if name.startswith("time/")]
     # The first record is left out, because its step compiles. Medians are shown, because a checkpoint makes single
     # steps much longer.
     medians = [{name: _median(name, records[1:] or records) for name in names} for records in timed]
     longest = max((value or 0.0 for row in medians for value in row.values()), default=0.0)
     rows = []
     for name in names:
-        values = [row[name] for row in medians]
         texts = [_seconds(row[name], row["time/step"]) for row in medians]
-        rows.append(
-            TableRow(name.removeprefix("time/"), texts, [(x or 0.0) / longest if longest else 0.0 for x in values])
-        )
+        bar_lengths = [(row[name] or 0.0) / longest if longest else 0.0 for row in medians]
+        rows.append(TableRow(name.removeprefix("time/"), texts, bar_lengths))
     if rows:
         first = [f"{records[0]['time/step']:.2f} s" if records else MISSING for records in timed]
-        speed = [_median("tokens_per_second", records[1:] or records) for records in timed]
+        speeds = [_median("tokens_per_second", records[1:] or records) for records in timed]
+        speed_texts = [MISSING if speed is None else f"{speed:,.0f}" for speed in speeds]
         rows.append(TableRow("the first step logged", first))
-        rows.append(TableRow("completion tokens per second", [MISSING if x is None else f"{x:,.0f}" for x in speed]))
+        rows.append(TableRow("completion tokens per second", speed_texts))
     return rows
 
 
 def _median(name: str, records: Sequence[LogRecord]) -> float | None:
+    """Returns the median of a metric over the records that have it, None if no record has it."""
     values = [record[name] for record in records if record.get(name) is not None]
     return median(values) if values else None
 
 
 def _seconds(value: float | None, step: float | None) -> str:
+    """Returns the seconds of a phase as text, with their share of the seconds of the step."""
     if value is None:
         return MISSING
     return f"{value:.2f} s" + (f" ({value / step:.0%})" if step and value != step else "")
@@ -93,19 +95,20 @@ def parting(first: ReportedRun, other: ReportedRun) -> Parting:
     pairs = [(record, theirs[record["step"]]) for record in first.records if record["step"] in theirs]
     if not pairs:
         return Parting(f"{names} have no step in common.", [])
-    firsts: dict[str, tuple[str, int, str, str]] = {}
-    for a, b in pairs:
+    first_differences: dict[str, tuple[str, int, str, str]] = {}  # {metric: its row of the table}
+    for record, their_record in pairs:
         # Only metrics of both runs are compared, because runs with other configs have other metrics.
-        for metric in a.keys() & b.keys():
-            if metric not in firsts and a[metric] != b[metric] and not _is_time(metric):
-                firsts[metric] = (metric, a["step"], _number(a[metric]), _number(b[metric]))
-    rows = sorted(firsts.values(), key=lambda row: (row[1], row[0]))
+        for metric in record.keys() & their_record.keys():
+            value, their_value = record[metric], their_record[metric]
+            if metric not in first_differences and value != their_value and not _is_time(metric):
+                first_differences[metric] = (metric, record["step"], _number(value), _number(their_value))
+    rows = sorted(first_differences.values(), key=lambda row: (row[1], row[0]))
     if not rows:
         return Parting(f"{names} have the same numbers at all {len(pairs):,} steps that both logged.", [])
     first_step = rows[0][1]
     metrics = [row[0] for row in rows if row[1] == first_step]
     listed = ", ".join(metrics[:6]) + (f" and {len(metrics) - 6} more" if len(metrics) > 6 else "")
-    equal_count = sum(a["step"] < first_step for a, _ in pairs)
+    equal_count = sum(record["step"] < first_step for record, _ in pairs)
     verb = "records before are" if equal_count > 1 else "record before is"
     equal_records = f"; the {f'{equal_count:,} ' if equal_count > 1 else ''}{verb} equal" if equal_count else ""
     return Parting(f"{names} part at step {first_step:,}, in {listed}{equal_records}.", rows)

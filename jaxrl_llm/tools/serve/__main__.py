@@ -79,6 +79,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
+    """Starts the engine, and serves it over HTTP until the process ends."""
     args = parse()
     # These packages are imported after the arguments are checked, because they are an extra.
     try:
