@@ -6,7 +6,7 @@ from typing import Any
 
 
 def reward(completions: list[Any], episode: list[dict[str, float]], **columns: Any) -> list[float | None]:
-    """Returns the sum of an episode's rewards: those of its turns, and the metric `reward` of the environment.
+    """Returns the sum of an episode's rewards: the rewards of its turns, and the metric `reward` of the environment.
 
     An episode with the metric `unscored` has no verdict.
     """

@@ -41,7 +41,7 @@ class ScriptObject:
 
     kind: "config", "trainer", "model", "rows", "tokenizer" or "adapter" of a training; "class", "function" or "parser";
         "object" of a class of the script; "name" of an import; or "part" of another object, such as `model.lm_head`.
-    value: what the object is made of. For a model it is the path, for rows the data set, for a name what is imported,
+    value: content of the object. For a model it is the path, for rows the data set, for a name what is imported,
         such as "trl.GRPOConfig", and for a part the whole object, which changes with its part.
     keys: {argument or attribute: value}.
     steps: {unknown call that may change the object: its line}.
