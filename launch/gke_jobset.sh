@@ -69,7 +69,6 @@ case ${workdir:=/runs/$name} in /runs/*) ;; *) die "--workdir '$workdir' is not 
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 check_words "$@"
 check_slices "$slices" "$@"
-check_config "$@"
 
 # A JSON string is also a YAML string. Kubernetes would replace $(NAME) in an argument, and reads $$ as $.
 json() {
