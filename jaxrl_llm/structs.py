@@ -149,7 +149,7 @@ class Prompts:
     numbers: np.ndarray  # [B] int32, indices of these rows in the data set
     sources: list[str] = field(default_factory=list)  # B names of mixture sources, or [] without a mixture
     images: Images | None = None  # NumPy arrays; None if the model reads texts only
-    smaller: SmallerSizes = ()  # smaller sizes that hold many prompts of the data set
+    smaller: SmallerSizes = ()  # further sizes, each below the one before, to which short prompts may be cut
 
     @property
     def prompt(self) -> Prompt:
@@ -162,8 +162,8 @@ class Prompts:
 
     @property
     def computed_tokens(self) -> np.ndarray:
-        """Number of tokens [B], with padding, with which each prompt is computed: its smallest size that holds it."""
-        # Each size is smaller than the one before, so a prompt that k smaller sizes hold is computed with the k-th.
+        """Width [B] to which each prompt is padded when it is computed: the smallest size that holds the prompt."""
+        # Each size is below the one before. So if k smaller sizes hold a prompt, the k-th is the smallest of them.
         widths = np.array([self.tokens.shape[1], *(width for width, _ in self.smaller)])
         return widths[self.prompt.count_sizes(self.smaller)]
 

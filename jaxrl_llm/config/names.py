@@ -235,8 +235,9 @@ def package(place: Place) -> ModuleType:
     return place.package if isinstance(place, Kind) else place
 
 
-def _is_inside(module: str, room: ModuleType) -> bool:
-    return module.startswith(f"{room.__name__}.")
+def _is_inside(module_name: str, our_package: ModuleType) -> bool:
+    """Returns whether a package of ours holds the module of this name."""
+    return module_name.startswith(f"{our_package.__name__}.")
 
 
 def _kind(module: ModuleType, place: Place) -> Callable[[Any], bool] | None:

@@ -56,7 +56,7 @@ def _check_split(subject: str, folder: Path, split: str) -> None:
         choices = " or ".join(f"{folder}@{name}" for name in splits)
         raise UserError(f"{subject}: the folder has no split {split or 'train'!r}; use {choices}")
     if split and not splits and (folder / "dataset_info.json").is_file():
-        raise UserError(f"{subject}: the folder has no splits, so the source must be {folder}")
+        raise UserError(f"{subject}: the folder has no splits, but the source names @{split}: use {folder}")
 
 
 def load(source: str) -> list[dict[str, Any]]:

@@ -236,10 +236,8 @@ class History:
         """
         evaluations = [record for record in self.records if record.get("eval/accuracy") is not None and record["step"]]
         step = evaluations[0]["step"] if evaluations and step is None else step
-        accuracies_before, accuracies_after = (
-            [record["eval/accuracy"] for record in evaluations if (record["step"] > step) is is_later]
-            for is_later in (False, True)
-        )
+        accuracies_before = [record["eval/accuracy"] for record in evaluations if record["step"] <= step]
+        accuracies_after = [record["eval/accuracy"] for record in evaluations if record["step"] > step]
         return (
             bool(accuracies_before and accuracies_after)
             and accuracies_after[-1] > accuracies_before[-1] - HELD_OUT_FALL
@@ -248,15 +246,15 @@ class History:
     def fall_strength(self, name: Metric) -> float:
         """Returns the fall of a metric from its best mean or from its start, as a multiple of what noise explains.
 
-        A result above 1 means that the metric has fallen. The larger of the two multiples is returned, and the fall
-        from the start has most of the significance level.
+        A result above 1 means that the metric has fallen. The larger of the two multiples is returned. Both tests share
+        one significance level, of which the fall from the start has 1 - LEVEL_FROM_BEST.
         """
         recent, windows = self.recent_values(name), self._windows(name)
         if not len(windows):
             return nan
         # The best of many windows is high by chance, so its share of the level is divided by the number of windows.
         best_window = windows[np.argmax(windows.mean(axis=1))]
-        look_number = self.records[-1]["step"] - self.recent_steps
+        look_number = self.records[-1]["step"] - self.recent_steps  # the rule has tested once a step since then
         from_best = self._strength(
             name, best_window, recent, look_number=look_number, choices=len(windows) / LEVEL_FROM_BEST
         )

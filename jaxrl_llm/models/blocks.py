@@ -23,7 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # {name in config.json
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# Number of token rows from which a product with a transposed kernel is fast enough without a barrier.
+# With fewer token rows than this, W x^T is faster than x W^T for a kernel that is stored as W [E, D]. From this number
+# on, both take as long, and x W^T gives the result in the order of x.
 MATERIALIZED_ROWS = 128
 
 
@@ -49,7 +50,7 @@ class Attention(nnx.Module):
         """Projects hidden states [B, N, T, D] to query [B, N, T, heads, h], and key and value [B, N, T, K, h].
 
         angles: cosine and sine of the rotary embedding, for the position of each token. The query is divided by the
-        square root of `score_size` in float32, so its products with keys are the scores.
+        square root of `cfg.score_size` in float32, so its products with keys are the scores.
         """
         cfg, batch_shape = self.cfg, states.shape[:3]
         query = self.query(states).reshape(*batch_shape, cfg.heads, cfg.head_dim)

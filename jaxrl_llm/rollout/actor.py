@@ -112,9 +112,9 @@ class Actor:
     def start(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> WeightLease:
         """Starts after `step`, once `load` has restored the position. Leases `params` to the engine.
 
-        states: train states, which the lease returns when it is reclaimed. params: parameters to push, which may share
-        arrays with `states`. attempt: number of rollbacks of the run so far. Each attempt samples anew: it drops the
-        batches and the groups in flight of an earlier attempt, and uses the prompts of these batches again.
+        states: train states, which the lease holds until it is reclaimed, because they may share arrays with `params`.
+        params: parameters to push. attempt: number of rollbacks of the run so far. Each attempt samples anew: it drops
+        the batches and the groups in flight of an earlier attempt, and uses the prompts of these batches again.
         """
         if attempt != self._attempt and (self._restored or self._in_flight):
             self._restored, self._in_flight, self._source.in_flight = [], None, None

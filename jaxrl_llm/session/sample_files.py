@@ -60,7 +60,7 @@ class SampleFiles:
 
     def remove_after(self, step: int) -> None:
         """Removes the files of later steps, which the run makes again. Only the first process calls it."""
-        with self._errors():
+        with self._as_user_errors():
             for number, file in [*self._files()]:
                 if number > step:
                     file.unlink()
@@ -75,7 +75,7 @@ class SampleFiles:
         self._check_lock()
         content = io.BytesIO()
         np.savez_compressed(content, **to_arrays(samples))
-        with self._errors():
+        with self._as_user_errors():
             self._folder.mkdir(parents=True, exist_ok=True)
             file = self._folder / f"{step}-{distributed.index()}.npz"
             if bucket.address(file):
@@ -99,7 +99,7 @@ class SampleFiles:
                 f"{self._folder}: the samples of step {step} cannot be read ({error}): replay another step"
             ) from error
 
-    def _errors(self) -> AbstractContextManager[None]:
+    def _as_user_errors(self) -> AbstractContextManager[None]:
         """Turns errors of a block that changes the files into a UserError."""
         address = bucket.address(self._folder)
         return bucket.bucket_errors("--workdir", address) if address else disk.writing(self._folder.parent)

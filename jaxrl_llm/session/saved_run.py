@@ -140,7 +140,10 @@ class SavedRun:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The axis sizes of the run's mesh. If the sampler had devices of its own, the mesh covers them too."""
+        """The axis sizes of the mesh on which to load the run.
+
+        If the sampler had devices of its own, no sizes of the config cover all devices, so `fsdp` takes all of them.
+        """
         sizes, engine = self.config["mesh"], self.get("engine") or {}
         return sizes | dict(data=1, fsdp=-1) if engine.get("devices") else sizes
 

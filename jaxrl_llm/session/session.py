@@ -103,8 +103,8 @@ class Session:
     checkpoints: Checkpoints
     stop: Stop
     compilations: Compilations
-    models: ModelStates
-    trainer: Trainer = field(init=False)  # parts of the run, which need an open session and are set last
+    models: ModelStates  # makes the initial states of the models, and knows the shapes that checkpoints hold
+    trainer: Trainer = field(init=False)  # the parts of `train` or `sft`, set last because they need the open session
     run_state: RunState = field(default_factory=RunState)
 
     def profile(self) -> Profile:

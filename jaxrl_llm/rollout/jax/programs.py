@@ -328,15 +328,15 @@ def decode_drafts(
         new, logprob = (array.reshape(devices, slots, width) for array in chosen)
         repeated = slice_from(known, count, width)
         new = jnp.where(repeated >= 0, repeated, new)
-        sampled, has_ended = _count_sampled(draft, new, checked_tokens[new] | (places + 2 >= limit[..., None]))
+        sampled_count, has_ended = _count_sampled(draft, new, checked_tokens[new] | (places + 2 >= limit[..., None]))
 
         def write(values: Array, part: Array) -> jax.Array:
             return jax.vmap(jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=0)))(values, part, count)
 
         tokens, logprobs = write(tokens, new), write(logprobs, logprob)
-        last_token = jnp.take_along_axis(new, (sampled - 1)[..., None], axis=2)[..., 0]
+        last_token = jnp.take_along_axis(new, (sampled_count - 1)[..., None], axis=2)[..., 0]
         token = jnp.where(running, last_token, token)
-        length, passes = length + running * sampled, passes + running
+        length, passes = length + running * sampled_count, passes + running
         running &= ~has_ended
         return pass_count + 1, running, token, length, passes, layers, tokens, logprobs
 
@@ -355,15 +355,16 @@ def _count_sampled(draft: Array, new: Array, ends: Array) -> tuple[jax.Array, ja
     sequence stops. A token counts if all drafts before it are right, and no token before it ends the round.
     """
     is_followed = (draft == new[..., :-1]) & ~ends[..., :-1]  # True if the next token counts too
-    sampled = 1 + jnp.sum(jnp.cumprod(is_followed, axis=-1), axis=-1, dtype=jnp.int32)
-    has_ended = jnp.take_along_axis(ends, (sampled - 1)[..., None], axis=2)[..., 0]
-    return sampled, has_ended
+    sampled_count = 1 + jnp.sum(jnp.cumprod(is_followed, axis=-1), axis=-1, dtype=jnp.int32)
+    has_ended = jnp.take_along_axis(ends, (sampled_count - 1)[..., None], axis=2)[..., 0]
+    return sampled_count, has_ended
 
 
 def _with_rows_for_drafts(indices: CacheIndices, width: int) -> CacheIndices:
     """Returns the indices of S * width rows: each sequence has a row for its last token and for each draft.
 
-    With a row of its own, the numbers of a token do not depend on how many drafts before it were right.
+    With a row of its own, a token has the same log-probability, bit for bit, whatever number of drafts before it were
+    right.
     """
     columns = jnp.arange(width)
     members = indices.prompt_members[..., None] * width + columns[None, None, None]

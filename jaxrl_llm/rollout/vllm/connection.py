@@ -87,7 +87,7 @@ class ServerConnection:
             raise UserError(f"vLLM at {self.url} has no {path}: start it with jaxrl serve-vllm and vLLM 0.32")
         # vLLM answers 500 if `vllm.receive` refuses a push, whose text starts with this word. A retry would fail too.
         if "refused: " in message or (answer.status_code < 500 and answer.status_code not in RETRY_STATUSES):
-            raise UserError(f"vLLM at {self.url} refuses {path}: {message}")
+            raise UserError(f"the vLLM server at {self.url} refuses a request to {path}: {message}")
         raise Unavailable(f"{answer.status_code} {message} at {path}")
 
     def _is_working(self) -> bool:

@@ -135,9 +135,10 @@ def choose_start(
             f"--step {step} cannot be replayed, because after step {change.after_step} the run accepted this change: "
             f"{change}: replay a step after step {change.after_step}"
         )
-    # After a rollback to an earlier step, the run made `step` again, and the log has only the record of the last time.
+    # A rollback to an earlier step made the run repeat `step`. The log has only the record of the last time, so all
+    # rollbacks up to the last one of this kind came before it.
     count = max((i for i, decision in enumerate(decisions, 1) if decision.to < step), default=0)
-    # Checkpoints before step `oldest` are of no use, because the run then changed its samples, rows or code.
+    # From checkpoints before step `oldest`, the run went on with other samples, rows or code, so they are of no use.
     oldest = max([decision.to for decision in decisions[:count]] + [change.after_step for change in accepted] + [0])
     candidates = kept_steps if oldest else {0, *kept_steps}
     usable = [saved for saved in candidates if oldest <= saved < step]

@@ -38,8 +38,8 @@ def main() -> None:
     in_bucket = [address for path in args.workdirs if (address := bucket.address(path))]
     if in_bucket and not args.to:
         raise UserError(
-            f"{in_bucket[0]} is in a bucket, but a report can neither be written to a bucket nor follow it with "
-            "--serve: add --to FILE, with a file on this machine"
+            f"{in_bucket[0]} is in a bucket: a page can neither be written to a bucket nor, with --serve, follow a run "
+            "there: use --to FILE, with a file on this machine, and no --serve"
         )
     args.workdirs = [*map(bucket.fetch_run, args.workdirs)]
     if args.serve is None:

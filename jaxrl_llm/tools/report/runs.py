@@ -102,7 +102,7 @@ class Reader:
     def __init__(self, workdir: Path):
         self._workdir = workdir
         self._metrics, self._completions = Lines(workdir / logs.METRICS), Lines(workdir / "completions.jsonl")
-        self._rules: tuple[dict[str, Any], list[Finding]] = {}, []
+        self._rules: tuple[dict[str, Any], list[Finding]] = {}, []  # config.health, and findings of the self-test
         self._records, self._judge = list[LogRecord](), Judge(*self._rules)
         # Only the offsets of the groups' lines are kept, because completions.jsonl may have gigabytes.
         self._groups = list[int]()
@@ -115,8 +115,8 @@ class Reader:
         rules = config.health.to_dict(), logs.initial_findings(self._workdir, quiet=True)
         # All records are judged again if bounds have changed, or if the self-test has ended since the last call.
         if rules != self._rules:
-            self._metrics = Lines(self._metrics.file)
-        if self._metrics.begin():
+            self._metrics = Lines(self._metrics.file)  # begins at the first line again
+        if self._metrics.begin():  # the file is new, or was replaced
             self._rules, self._records, self._judge = rules, [], Judge(*rules)
             self.damaged[logs.METRICS] = 0
         for _, line in self._metrics.new():

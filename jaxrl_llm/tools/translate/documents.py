@@ -162,7 +162,7 @@ def with_files(path: Path, keys: dict[str, Any], script_files: Mapping[str, str]
     names = [keys["config"]] if "config" in keys else []
     if isinstance(name, str) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
         names += [f"{place}{name.removesuffix('.yaml')}.yaml" for place in (f"{folder}/", *FOLDERS)]
-    # No file has the text of an unread value as its name.
+    # A name that could not be read is the text of its expression, which names no file.
     if file := next(filter(None, (find_file(path, str(name), script_files) for name in names)), None):
         base = read_document(*file)
         if file[1] in script_files.values():

@@ -65,11 +65,14 @@ def note(values: Mapping[str, Any]) -> str:
 
 
 def has_images(keys: Keys) -> bool:
-    """Whether a run has images. If the file does not show it, the answer depends on the name of the model."""
+    """Whether the settings of a run show that it has images.
+
+    Another name of the model could show it too. So reading its key marks the answer as one that depends on the model.
+    """
     if image_evidence(keys.values):
         return True
     for key in MODEL_KEYS:
-        keys.get(key)  # records that the answer depends on this key
+        keys.get(key)
     return False
 
 
@@ -91,7 +94,7 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
 def tower(has_adapters: Callable[[Keys], bool], ignored_reason: str = "") -> Rule:
     """Returns the rule of a key that freezes the vision tower, which sets `model.vision`.
 
-    has_adapters: whether the run of the file trains only adapters; ignored_reason: reason why the other trainer ignores
+    has_adapters: whether the translated run trains only adapters. ignored_reason: reason why the other trainer ignores
     the key, "" if it obeys the key.
     """
 

@@ -297,6 +297,7 @@ class ScriptRun(Interpreter):
         """
         arguments = self.arguments(node, ("path",))
         if parent.startswith("Peft"):
+            # PeftModel.from_pretrained(model, "adapter folder") has the folder as its second argument, "1".
             adapter = ScriptObject("adapter", arguments.get("1", arguments.get("model_id")))
             return self.add_adapter(arguments.get("path", arguments.get("model")), adapter, node)
         paths = [arguments.pop(name) for name in WORDS["path_arguments"] if name in arguments]

@@ -177,7 +177,7 @@ def epochs(value: Any, keys: Keys) -> Outcome:
 
 
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
-    """Returns the field `name` in rollouts, for a `value` in TRL's steps, or below 1 as a share of the run."""
+    """Returns the field `name`, which counts rollouts, for a `value` of TRL: optimizer steps, or a share of the run."""
     per_rollout = updates(keys)
     # transformers takes a number below 1 for a share of all steps.
     if value >= 1:
@@ -205,7 +205,8 @@ def warmup(value: Any, keys: Keys) -> Outcome:
     fields = {"optim.warmup_steps": int(value), "optim.warmup_ratio": 0.0}
     if not counts_rollouts(keys):
         return Outcome("mapped", fields, "optimizer steps, as in jaxrl_llm")
-    # TRL steps the scheduler once after all updates on a rollout, and jaxrl_llm after each update.
+    # A trainer of TRL that counts rollouts steps its scheduler once after all updates on a rollout. jaxrl_llm steps it
+    # after each update.
     per_rollout = optimizer_steps(keys)
     reason = f"counts rollouts: {value} x {per_rollout} optimizer steps"
     return Outcome("changed", fields | {"optim.warmup_steps": int(value) * per_rollout}, reason)

@@ -23,13 +23,14 @@ FAMILY = family.Family(
     in_loss=lambda keys: bool(keys[f"{ACTOR}use_kl_loss"]),
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
 )
-# Keys and sections that several rules read.
-LOSS_MODE = FAMILY.keys_of["loss.name"]
+# Keys that several rules read, and beginnings of the keys of a section.
+LOSS_MODE = FAMILY.keys_of["loss.name"]  # key of veRL that decides our loss.name
 FILTERED = "data.filter_overlong_prompts"
 OVERLONG = "reward_model.overlong_buffer."
-REWARD_FILE = "custom_reward_function."
+REWARD_FILE = "custom_reward_function."  # section with the path and the name of the user's reward function
 TURNS = f"{ROLLOUT}multi_turn."
 
+# Rules: whether the vision tower learns, and the source of the rows, whose columns `verl.convert` renames.
 tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), SENTENCES["UNREAD_FREEZE"])
 data_files = partial(family.rows_of, "verl.convert")
 
