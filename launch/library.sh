@@ -80,7 +80,7 @@ check_config() { # trainer arguments
       --config | --config.*) words+=("$word") wants_value=1 ;;
     esac
   done
-  case " ${words[*]} " in *" --config"[\ =]*) ;; *) die "--config is missing behind --: give the config, e.g. --config configs/grpo.py" ;; esac
+  case " ${words[*]-} " in *" --config"[\ =]*) ;; *) die "--config is missing behind --: give the config, e.g. --config configs/grpo.py" ;; esac
   if [ "${config_is_checked-}" ] || [ ! -x "$root/.venv/bin/python" ]; then return; fi
   errors=$(cd "$root" && .venv/bin/python -m jaxrl_llm.tools doctor "${words[@]}" 2>&1 > /dev/null) || status=$?
   [ "$status" != 2 ] || die "the trainer would refuse this config: ${errors#error: }"

@@ -60,7 +60,7 @@ class Estimator:
     @property
     def needs_reward(self) -> bool:
         """Whether the estimator reads rewards, so that completions without a reward are not trained on."""
-        return bool({*PENALIZED_INPUTS, "task_rewards", "channels"} & set(self.inputs))
+        return bool({*PENALIZED_INPUTS, "task_rewards", "channels", "turn_rewards"} & set(self.inputs))
 
     @property
     def uses_penalties(self) -> bool:
@@ -132,7 +132,7 @@ def grpo_turns(
     """
     # Slot t of the last axis belongs to turn t of a completion, which has at most C turns.
     sum_by_turn = jax.vmap(jax.vmap(partial(jax.ops.segment_sum, num_segments=turn_numbers.shape[-1])))
-    is_sampled, index = turn_numbers >= 0, jnp.maximum(turn_numbers, 0)
+    is_sampled, index = turn_numbers >= 0, jnp.clip(turn_numbers, 0, turn_numbers.shape[-1] - 1)
     counts = is_sampled if has_reward is None else is_sampled & has_reward[..., None]
     has_turn = sum_by_turn(counts.astype(jnp.int32), index) > 0
     to_go = jnp.cumsum(sum_by_turn(turn_rewards, index)[..., ::-1], axis=-1)[..., ::-1]

@@ -21,15 +21,18 @@ def parse(line: bytes) -> dict[str, Any] | None:
     """Returns the record in a line, or None if the line is not a complete record of a step."""
     try:
         record = json.loads(line)
-        int(record["step"])
+        is_record = isinstance(record["step"], int) and line.endswith(b"\n")  # a cut line may be valid JSON
     except (ValueError, TypeError, KeyError):
         return None
-    return record if line.endswith(b"\n") else None  # because a cut line may be valid JSON
+    return record if is_record else None
 
 
-def is_damaged(line: bytes) -> bool:
-    """Returns whether a line is complete but holds no record. A killed process leaves only lines without an end."""
-    return line.endswith(b"\n") and bool(line.strip()) and parse(line) is None
+def is_damaged(line: bytes, record: dict[str, Any] | None) -> bool:
+    """Returns whether a line is complete but holds no record. A killed process leaves only lines without an end.
+
+    record: result of `parse`.
+    """
+    return record is None and line.endswith(b"\n") and bool(line.strip())
 
 
 def read(file: Path, *, quiet: bool = False) -> list[dict[str, Any]]:
@@ -44,7 +47,7 @@ def read(file: Path, *, quiet: bool = False) -> list[dict[str, Any]]:
         for line in lines:
             if (record := parse(line)) is not None:
                 records.append(record)
-            damaged_count += is_damaged(line)
+            damaged_count += is_damaged(line, record)
     if damaged_count and not quiet:
         print(printable(left_out(str(file), damaged_count)), file=sys.stderr)
     return records
@@ -73,7 +76,7 @@ def remove_after(file: Path, step: int) -> str:
         for number, line in enumerate(lines, 1):
             record = parse(line)
             sizes.append(len(line) if record is not None and record["step"] <= step else 0)
-            if is_damaged(line):
+            if is_damaged(line, record):
                 damaged.append(number)
     kept_bytes = sum(takewhile(bool, sizes))
     if kept_bytes == sum(sizes):

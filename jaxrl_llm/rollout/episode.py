@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.data import formats
 from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.rollout.time_limit import TimeLimit
-from jaxrl_llm.tasks.protocol import Environment, Reply, checked
+from jaxrl_llm.tasks.protocol import FINAL_SCORE, Environment, Reply, checked
 
 T = TypeVar("T")
 
@@ -37,17 +37,17 @@ class Episode:
         self.metric_sums.update(sums)
 
     def end_turn(self, tokens: int, reply: Reply) -> None:
-        """Adds the tokens, the metrics and the reward of a turn.
-
-        A score counts by its difference from the last score. The metrics are sums, so `score` is the last score.
-        """
-        gain = None if reply.score is None else reply.score - float(self.metric_sums.get("score", 0.0))
-        rewards = [x for x in (reply.reward, gain) if x is not None]
-        measured = {"score": gain} if gain is not None else {}
-        measured |= {"reward": sum(rewards) + reply.metrics.get("reward", 0.0)} if rewards else {}
+        """Adds the tokens, the metrics and the reward of a turn. A score counts by its change."""
+        measured = {} if reply.reward is None else {"reward": reply.reward + reply.metrics.get("reward", 0.0)}
         self.add_metrics({"errors": 0.0} | reply.metrics | measured | {"turns": 1.0})
+        turn_reward = np.float32(reply.reward or 0.0)
+        if reply.score is not None:
+            # No sum, but the last score itself, so that episodes with equal last scores have equal rewards.
+            last_score, score = self.metric_sums.get(FINAL_SCORE, np.float32(0)), np.float32(reply.score)
+            turn_reward += score - last_score
+            self.metric_sums[FINAL_SCORE] = score
         self.length += tokens
-        self.turn_rewards[self.length - 1] = np.float32(sum(rewards))
+        self.turn_rewards[self.length - 1] = turn_reward
 
     def start(self, time_limit: TimeLimit) -> UserError | None:
         """Resets the environment. Returns the error of an environment that refuses its row."""

@@ -16,6 +16,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config.names import USER_FUNCTIONS, split_call
 from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.tasks.protocol import MAX_REWARD
 from jaxrl_llm.tasks.signatures import bound
 
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
@@ -23,8 +24,6 @@ __all__: tuple[str, ...] = ()  # no function here is a reward that a config may 
 Reward: TypeAlias = Callable[..., Any]
 # If a function fails within this time, it is called again on single completions for at most this time.
 SEARCH_SECONDS = 1.0
-# Advantages square rewards in float32, whose largest number is 3e38. Larger rewards would overflow it.
-MAX_REWARD = 1e15
 
 
 def call_in_time(seconds: float, name: str, text: str, *batch: Any) -> FunctionRewards:

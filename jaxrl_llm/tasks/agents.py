@@ -13,13 +13,13 @@ from typing import Annotated, Any, NamedTuple
 from jaxrl_llm.config.names import marked
 from jaxrl_llm.config.schema import AtLeastOne, Field, MayChange, NotNegative
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.protocol import MAX_REWARD
 
 NUMBER = "reward"  # metric of an episode with the number that an agent has returned
 CHANNEL = "reward_"  # beginning of the metrics with the values of a dict that an agent has returned
 TURNS = "turns"  # key of a dict that an agent has returned: the rewards of its calls
 TURN_SUM = "turn_rewards"  # metric of an episode: sum of the rewards of its calls
 UNSCORED = "unscored"  # metric of an episode: 1 if its agent has returned no number
-MAX_REWARD = 1e15  # larger rewards would overflow the squares of float32
 
 
 class AgentEndpoint(NamedTuple):
@@ -107,7 +107,7 @@ def verdict_metrics(verdict: Any) -> dict[str, float]:
 
 
 def turn_rewards(verdict: Any) -> tuple[float, ...]:
-    """Returns the rewards of an agent's calls, in the order of the calls: the list `turns` of a dict; () without it.
+    """Returns the rewards of an agent's calls, in the order in which the calls ended: `turns` of a dict; () without it.
 
     None in the list counts as 0. Raises: TypeError, ValueError, for any other value that is no number.
     """
@@ -116,7 +116,7 @@ def turn_rewards(verdict: Any) -> tuple[float, ...]:
 
 
 def _has_turns(verdict: Any) -> bool:
-    return isinstance(verdict, Mapping) and TURNS in verdict and isinstance(verdict[TURNS], (list, tuple))
+    return isinstance(verdict, Mapping) and hasattr(verdict.get(TURNS), "__len__")
 
 
 def _number(value: Any, verdict: Any) -> float:

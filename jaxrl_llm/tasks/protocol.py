@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 __all__: tuple[str, ...] = ()  # a config may name no function of this file
+
+
+# Advantages square rewards in float32, whose largest number is 3e38. Larger rewards would overflow it.
+MAX_REWARD = 1e15
+FINAL_SCORE = "final_score"  # metric of an episode: its last `Reply.score`
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def checked(reply: Any) -> Reply:
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError("the observation must be text or a tuple of texts")
     reward, score = (None if x is None else float(x) for x in (reply.reward, reply.score))
-    if not all(math.isfinite(x) for x in (reward or 0.0, score or 0.0)):
-        raise ValueError(f"reward {reward} and score {score} of a turn must be finite")
+    if not all(abs(x) <= MAX_REWARD for x in (reward or 0.0, score or 0.0)):
+        raise ValueError(f"reward {reward} and score {score} of a turn must be finite, at most {MAX_REWARD:g}")
+    if FINAL_SCORE in reply.metrics:
+        raise ValueError(f"the metric {FINAL_SCORE!r} holds Reply.score: give the metric another name")
     metrics = {name: float(value) for name, value in reply.metrics.items()}
     return replace(reply, metrics=metrics, reward=reward, score=score)

@@ -233,3 +233,9 @@ def test_rewards_lie_on_the_ends_of_turns_and_their_sum_stays_the_total():
         np.testing.assert_allclose(batch.advantages, [[[0, 1.0, 0, 0, 2.5], [0, 0, 4.0, 0, 0]]])
         np.testing.assert_allclose(batch.advantages.sum(axis=-1), total)
         assert metrics["reward/turns"] == pytest.approx(0.75)
+
+
+def test_an_estimator_that_reads_only_rewards_of_turns_needs_a_reward():
+    # Otherwise completions without a verdict would count in its baselines.
+    estimator = advantages.Estimator("", lambda turn_rewards: turn_rewards, ("turn_rewards", "turn_numbers"))
+    assert estimator.needs_reward and estimator.needs_turns and not estimator.uses_penalties

@@ -73,11 +73,30 @@ def test_scores_count_by_their_differences_whose_sum_is_the_last_score():
     for score, more in zip(scores, bonus, strict=True):
         episode.end_turn(3, checked(Reply(score=score, reward=more)))
     assert episode.turn_rewards == {2: 0.5, 5: 2.0, 8: 0.75, 11: 0.75}
-    assert (episode.metric_sums["score"], episode.metric_sums["reward"]) == (1.0, 4.0)
+    assert (episode.metric_sums["final_score"], episode.metric_sums["reward"]) == (1.0, 3.0)
     assert environment.reward([""], [{name: float(x) for name, x in episode.metric_sums.items()}]) == [4.0]
 
 
-@pytest.mark.parametrize("changes", [dict(reward=float("nan")), dict(score=float("inf")), dict(reward="much")])
+def test_episodes_with_equal_last_scores_have_equal_rewards_to_the_last_bit():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        episode = Episode(test_episodes.Echo(), {})
+        for score in (*rng.random(4).round(2), 0.7, 0.7):
+            episode.end_turn(3, checked(Reply(score=float(score))))
+        assert environment.reward([""], [episode.metric_sums]) == [np.float32(0.7)]
+        assert episode.turn_rewards[17] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(reward=float("nan")),
+        dict(score=float("inf")),
+        dict(reward="much"),
+        dict(reward=1e300),
+        dict(metrics={"final_score": 1.0}),
+    ],
+)
 def test_a_reward_of_a_turn_that_is_no_number_is_an_error_of_the_environment(changes):
     with pytest.raises((TypeError, ValueError)):
         checked(Reply(**changes))

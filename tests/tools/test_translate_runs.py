@@ -108,13 +108,20 @@ own, args = TrlParser((Own, DPOConfig)).parse_args_and_config()
 DPOTrainer("a/b", None, args, train_dataset="c/d", peft_config=LoraConfig(r=own.lora_r)).train()
 """
 LAUNCHES = [  # files beside the launch, the launch, fields, and what is unknown
-    # a variable that the script sets wins over the default of a reference
+    # a variable that the script exports wins over the default of a reference, and a command sees no other variable
     ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
      "export LR=5e-6\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
      {"optim.learning_rate": 5e-6}, []),
     ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
      "export LR=$(cat lr.txt)\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
      {}, ["optim.learning_rate"]),
+    *(({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
+       f"{before}python3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
+       {"optim.learning_rate": rate}, [])
+      for before, rate in {
+          "LR=5e-6\n": 1e-6, "LR=5e-6 ": 5e-6, "LR=5e-6\nexport LR\n": 5e-6, "declare -x LR=5e-6\n": 5e-6,
+          "set -a\nLR=5e-6\nset +a\n": 5e-6, "set -a\nset +a\nLR=5e-6\n": 1e-6,
+      }.items()),
     # a config that the script writes, with and without an unknown value
     ({}, f"cat > a.yaml <<EOF\n{MATH % '5e-6'}EOF\npython3 -m verl.trainer.main config=a.yaml",
      {"optim.learning_rate": 5e-6}, []),

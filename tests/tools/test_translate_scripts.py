@@ -278,7 +278,17 @@ def test_a_comment_on_several_processes_leaves_the_batch_unknown(tmp_path):
         ('"""Run with 8 GPUs."""', True),
         ("# accelerate launch --num_processes 4 grpo.py", True),
         ("# measured on 4x A100", True),
-        ("# one 24 GB GPU, a group of 8", False),
+        *(
+            (f"# {text}", False)
+            for text in (
+                "one 24 GB GPU, a group of 8",
+                "runs on 1x A100",
+                "24GB GPUs",
+                "80 GB GPUs",
+                "16-bit GPUs",
+                "1.5 GPUs",
+            )
+        ),
     ):
         path.write_text(comment + BEGIN + END)
         source = readers.read(path)

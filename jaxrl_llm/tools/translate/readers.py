@@ -225,7 +225,7 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     program_file = f"{words[start + 1].replace('.', '/')}.py" if words[start] == "-m" else words[start]
     known_note = next((note for pattern, note in KNOWN_PROGRAMS.items() if re.search(pattern, program_file)), None)
     hydra, unkeyed = arguments.keys_of(inside)
-    environment = {name: documents.value_of(" ".join(x), str) for name, x in command.variables.items()}
+    environment = {name: documents.value_of(" ".join(x), str) for name, x in command.environment.items()}
     if any(key.split(".")[0] in (*documents.SECTIONS, "config", "--config-name") for key in hydra):
         keys = documents.with_files(path, {key: documents.value_of(value) for key, value in hydra.items()}, files)
         keys.lost += _unkeyed(unkeyed) + [f"{program_file}: {SENTENCES['OTHER_MAIN']}"] * (known_note is None)
@@ -254,7 +254,7 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
     for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
-    if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
+    if "report_to" in keys.values and (project := command.environment.get("WANDB_PROJECT")):
         keys.values["wandb_project"] = documents.value_of(" ".join(project))
     return keys
 

@@ -26,8 +26,10 @@ TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
 # A comment about several processes, such as "accelerate launch --num_processes 8", "run with 8 GPUs" or "4x A100".
 SEVERAL_PROCESSES = re.compile(
-    r"(num_processes|nproc[_-]per[_-]node|num_gpus)[= ]+([2-9]|\d\d)|\b([2-9]|\d\d+) ?(x ?)?([\w-]+ )?GPUs\b|"
-    r"\b\d+ ?x ?[ABH]\d{2,3}\b",
+    r"(num_processes|nproc[_-]per[_-]node|num_gpus)[= ]+([2-9]|\d\d)|"
+    # No memory of a GPU, such as "24 GB GPUs".
+    r"(?<![\d.])([2-9]|[1-9]\d{1,3}) ?(x ?)?(?!Gi?B\b)([A-Za-z][\w-]* )?GPUs\b|"
+    r"(?<![\d.])([2-9]|[1-9]\d{1,3}) ?x ?[ABH]\d{2,3}\b",
     re.IGNORECASE,
 )
 

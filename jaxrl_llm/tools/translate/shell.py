@@ -40,12 +40,12 @@ class ShellCommand:
     """A command of the script with its expanded words.
 
     positions: positions of its words in the script.
-    variables: variables that it sees, with those of NAME=value before its first word.
+    environment: exported variables, and those of NAME=value before its first word.
     """
 
     words: list[str]
     positions: tuple[int, ...]
-    variables: Variables
+    environment: Variables
 
 
 @dataclass
@@ -95,6 +95,8 @@ class ShellRun(ShellVariables):
     nested_scripts: texts that the script runs as scripts, as in `bash -c "…"`. They are not followed.
     patterns: positions of the patterns of `case`.
     local_names: local variables of the function that is followed.
+    exported_names: variables that commands get in their environment.
+    exports_all: whether each variable that is set is exported, after `set -a`.
     doubts: number of blocks around the index that may not run.
     departures: variables at each `break`, `continue` or `return` in such a block. They are one possible state of the
         variables after the loop or function.
@@ -114,6 +116,8 @@ class ShellRun(ShellVariables):
     followed_heredocs: list[Heredoc] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)
+    exported_names: set[str] = field(default_factory=set)
+    exports_all: bool = False
     doubts: int = 0
     departures: list[Variables] = field(default_factory=list)
     depth: int = 0
@@ -407,21 +411,28 @@ class ShellRun(ShellVariables):
         if name in ("[", "test"):
             return shell_test.status([name, *map(self.text, program[1:])])
         if name in DECLARATIONS:
-            return self.declare(program[1:], is_local=name in ("local", "declare", "typeset"))
+            exports = name == "export" or any(re.match("-[a-zA-Z]*x", word.plain) for word in program[1:])
+            return self.declare(program[1:], is_local=name in ("local", "declare", "typeset"), exports=exports)
         texts = [text for word in program for text in self.fields(word)]
         if not texts:
             return True
         own_variables = words[: len(words) - len(program)]
         _, variables = self.apart(lambda: self.declare(own_variables), self.variables)
-        status = self.run(ShellCommand(texts, tuple(word.position for word in program), variables))
+        names = self.exported_names | {word.assignment[1] for word in own_variables if word.assignment}
+        environment = {name: variables[name] for name in names if name in variables}
+        status = self.run(ShellCommand(texts, tuple(word.position for word in program), environment))
         self.keep_text(texts, heredoc, output)
         return status
 
-    def declare(self, words: Sequence[Word], *, is_local: bool = False) -> Status:
-        """Sets the variables of words name=value. is_local: they belong to the function that is followed."""
+    def declare(self, words: Sequence[Word], *, is_local: bool = False, exports: bool = False) -> Status:
+        """Sets the variables of words name=value.
+
+        is_local: they belong to the function that is followed. exports: commands get them in their environment.
+        """
         for word in words:
-            if is_local:
-                self.local_names.add(word.assignment[1] if word.assignment else word.plain)
+            name = word.assignment[1] if word.assignment else word.plain
+            self.local_names |= {name} if is_local else set()
+            self.exported_names |= {name} if exports or self.exports_all else set()
             self.assign(word)
         return True
 
@@ -455,6 +466,8 @@ class ShellRun(ShellVariables):
             # `return 1` is a failure, after which the training does not matter.
             if self.doubts and name != "exit" and rest[:1] in ([], ["0"]):
                 self.departures.append(dict(self.variables))
+        elif name == "set" and {"-a", "+a"} & {*rest}:
+            self.exports_all = "-a" in rest
         elif name == "set" and "--" in rest:
             self.variables["@"] = rest[rest.index("--") + 1 :]
         elif name == "shift":
