@@ -16,12 +16,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.replay.record import StepRecord
 
 FORMAT = "jaxrl_llm.step.1"  # version of the file's format, in its metadata
-TABLES = (
-    "channels",
-    "columns",
-    "gradient",
-    "inputs",
-)  # fields that hold several arrays, which the file names FIELD/NAME
+# Fields that hold several arrays, which the file names FIELD/NAME.
+TABLES = ("channels", "columns", "gradient", "inputs")
 
 
 def save(record: StepRecord, file: Path) -> None:
