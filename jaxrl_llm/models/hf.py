@@ -372,7 +372,8 @@ def load_tokenizer(folder: Path) -> Any:
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Returns the token ids that end a completion, from generation_config.json, config.json and the tokenizer.
 
-    Raises: UserError, if none of the three has one, because completions would never end.
+    Raises: UserError, if none of the three has one, because completions would never end, or if the model has no such
+    token.
     """
     # All three are read, because a chat model's end of turn is often in generation_config.json alone.
     token_ids: set[int] = set()
@@ -388,6 +389,12 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
                     f"{folder / name}: eos_token_id is {value!r}, but must be a token id or a list of token ids: "
                     "correct the file"
                 )
+            size = _vocabulary_size(folder) or max(values, default=0) + 1
+            if values and not 0 <= min(values) <= max(values) < size:
+                raise UserError(
+                    f"{folder / name}: eos_token_id is {value!r}, but the model has the tokens 0 to {size - 1}: "
+                    "correct the file"
+                )
             token_ids.update(values)
     if tokenizer.eos_token_id is not None:
         token_ids.add(tokenizer.eos_token_id)
@@ -397,6 +404,13 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             "generation_config.json"
         )
     return tuple(sorted(token_ids))
+
+
+def _vocabulary_size(folder: Path) -> int | None:
+    """Returns `vocab_size` of config.json, which may be in text_config; None if the file does not say it."""
+    settings = read_config(folder, "config.json") if (folder / "config.json").is_file() else {}
+    size = (settings | (settings.get("text_config") or {})).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def load_params(

@@ -249,6 +249,15 @@ def test_a_stop_id_that_is_no_number_is_refused(folder, value, refused):
         hf.stop_ids(folder, NO_TOKENIZER)
 
 
+@pytest.mark.parametrize("value", [-1, [1, 99999]], ids=str)
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_a_stop_id_that_the_model_does_not_have_is_refused(folder, file, value, refused):
+    settings = json.loads((folder / file).read_text()) | {"eos_token_id": value}
+    (folder / file).write_text(json.dumps(settings))
+    with refused(file, "eos_token_id", repr(value)):
+        hf.stop_ids(folder, NO_TOKENIZER)
+
+
 def test_no_stop_id_anywhere_is_refused(folder, refused):
     (folder / "generation_config.json").unlink()
     configure(folder, eos_token_id=...)
