@@ -163,7 +163,7 @@ def test_a_server_that_fails_costs_its_episode_under_a_name_of_its_own(failure, 
             peer.send(answer({"result": 1}, reward=1.0))
 
     with stand_in(lambda peer: reply(peer, "step"), lambda peer: reply(peer, "reset")) as url:
-        made = pool(url, timeout=0.3)
+        made = pool(url, timeout=1.0 if failure == "stalls" else 30.0)
         rows = made.prepare_rows([chat()])
         whole = made.start_batch(rows, 1)
         assert results(played(made, whole, 0, call("add"))[0]) == ["1"]
