@@ -151,7 +151,9 @@ def test_episodes_go_on_alike_whatever_tools_take_and_after_a_resume(short_round
         ends = ~np.isnan(rollouts.turn_rewards)
         assert rollouts.loss_mask[ends].all()
         np.testing.assert_array_equal(ends.sum(axis=-1), rollouts.episodes["turns"])
-        np.testing.assert_array_equal(np.nansum(rollouts.turn_rewards, axis=-1), rollouts.episodes["reward"])
+        np.testing.assert_array_equal(
+            np.nansum(rollouts.turn_rewards, axis=-1), rollouts.episodes["reward"] + rollouts.episodes["final_score"]
+        )
 
 
 GROUP_SIZE, LIMIT, BATCH = 2, 200, 6
