@@ -59,8 +59,7 @@ def check_output(field: str, file: Path | None) -> None:
     """
     if not file:
         return
-    if remote := bucket.address(file):
-        raise UserError(f"{field} = {remote!r} is in a bucket: use a path on a disk, and copy the output afterwards")
+    _refuse_bucket(field, file)
     if file.is_dir():
         raise UserError(f"{field} {file} is a folder: name a file in it")
     if file.parent.exists() and not file.parent.is_dir():
@@ -78,8 +77,7 @@ def check_output_folder(field: str, folder: Path | None) -> None:
     """
     if not folder:
         return
-    if remote := bucket.address(folder):
-        raise UserError(f"{field} = {remote!r} is in a bucket: use a path on a disk, and copy the output afterwards")
+    _refuse_bucket(field, folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{field} {folder} exists and is not empty: name a new folder")
     # The folder itself is replaced, so its parent must be writable.
@@ -88,6 +86,12 @@ def check_output_folder(field: str, folder: Path | None) -> None:
         raise UserError(f"{field} {folder} cannot be created, because {existing} is a file: use another folder")
     if not os.access(existing, os.W_OK):
         raise UserError(f"{field} {folder}: {existing} is not writable by you: use another folder")
+
+
+def _refuse_bucket(field: str, path: Path) -> None:
+    """Raises: UserError, if the path of an output is in a bucket, which the tools do not write to."""
+    if remote := bucket.address(path):
+        raise UserError(f"{field} = {remote!r} is in a bucket: use a path on a disk, and copy the output afterwards")
 
 
 def cannot_write(folder: Path, reason: str, number: int | None = None) -> str:

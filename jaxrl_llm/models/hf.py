@@ -376,7 +376,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     token.
     """
     # All three are read, because a chat model's end of turn is often in generation_config.json alone.
-    token_ids: set[int] = set()
+    token_ids, vocabulary_size = set[int](), _vocabulary_size(folder)
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             settings = read_config(folder, name)
@@ -389,7 +389,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
                     f"{folder / name}: eos_token_id is {value!r}, but must be a token id or a list of token ids: "
                     "correct the file"
                 )
-            size = _vocabulary_size(folder) or max(values, default=0) + 1
+            size = vocabulary_size or max(values, default=0) + 1
             if values and not 0 <= min(values) <= max(values) < size:
                 raise UserError(
                     f"{folder / name}: eos_token_id is {value!r}, but the model has the tokens 0 to {size - 1}: "
