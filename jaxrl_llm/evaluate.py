@@ -79,10 +79,8 @@ def main() -> None:
         from jaxrl_llm.tools.report import samples  # it imports plotly
 
         page = samples.render(title, metrics, graded, dataset)
-        try:
+        with disk.writing_output("--page", args.page):
             args.page.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--page {args.page} cannot be written ({error.strerror}): use another file") from error
     if run and args.step == "best" and run.evaluation and args.source == run.evaluation.source:
         warning = f"--step best: step {step} was chosen by these same problems, so its accuracy on them is too high"
         print(printable(f"{warning}: name other problems with --task"), file=sys.stderr)

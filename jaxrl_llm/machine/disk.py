@@ -44,12 +44,16 @@ def replacing(folder: Path) -> Iterator[Path]:
 def replace(file: Path, content: str | bytes) -> None:
     """Replaces the content of a file. After a crash of the host the file is the old or the new one, never a part."""
     partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as out:
-        out.write(content.encode() if isinstance(content, str) else content)
-        out.flush()
-        # The data must reach the disk before the rename, because a file system may keep the new name and lose the data.
-        os.fsync(out.fileno())
-    os.replace(partial, file)
+    try:
+        with partial.open("wb") as out:
+            out.write(content.encode() if isinstance(content, str) else content)
+            out.flush()
+            # The data must reach the disk first, because a file system may keep the new name and lose the data.
+            os.fsync(out.fileno())
+        os.replace(partial, file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def check_output(field: str, file: Path | None) -> None:
@@ -68,6 +72,15 @@ def check_output(field: str, file: Path | None) -> None:
         raise UserError(f"{field} {file}: folder {file.parent} does not exist: create it, or use another file")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise UserError(f"{field} {file} is not writable by you: use another file")
+
+
+@contextmanager
+def writing_output(field: str, file: Path) -> Iterator[None]:
+    """Turns an OSError of the block, which writes a tool's output, into a UserError. field: flag of the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{field} {file} cannot be written ({error.strerror or error}): use another file") from error
 
 
 def check_output_folder(field: str, folder: Path | None) -> None:

@@ -283,7 +283,7 @@ def test_masked_tokens_have_their_color_without_a_loss_that_clips(record):
 
 
 def test_another_setting_is_beside_that_of_the_run(record):
-    own = UpdateOutcome(metrics={"grad_norm": 0.5}, kl_after=0.25, columns={}, gradient=record.gradient)
+    own = UpdateOutcome(metrics={"grad_norm": 0.5}, kl_after=0.25, gradient=record.gradient)
     other = replace(own, metrics={"grad_norm": 0.75}, gradient={name: x[::-1] for name, x in record.gradient.items()})
     what_if = WhatIf(changes={"loss.clip_high": "0.28"}, own=own, other=other, cosine=0.5)
     text = page.render(replace(record, what_if=what_if))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -29,15 +30,12 @@ def main() -> None:
     recomputed: dict[str, tuple[float, float]] = {}
     if args.source:
         record = step_file.load(args.source)
-        first_weights = Path(record.config["model"]["path"])
-        if args.model or (record.step == 1 and record.gradient and first_weights.is_dir()):
+        if args.model or (record.step == 1 and record.gradient and Path(record.config["model"]["path"]).is_dir()):
             recomputed = from_file.loss_and_gradient(record, args.model)
     else:
         changes = dict(change.split("=", 1) for change in args.change)
-        with_gradient = bool(args.to or args.export)
-        record = step(
-            args.run, args.step, with_gradient=with_gradient, changes=changes, other_machine=args.other_machine
-        )
+        shown = bool(args.to or args.export)
+        record = step(args.run, args.step, with_gradient=shown, changes=changes, other_machine=args.other_machine)
     lines = verdict(record) + comparison(record.what_if)
     lines += made_again(record, recomputed, args.model) if args.source else []
     print("\n".join(map(printable, lines)), flush=True)
@@ -45,7 +43,9 @@ def main() -> None:
         step_file.save(record, args.export)
         print(f"wrote {args.export}")
     if args.to:
-        write_page(record, args.to)
+        page = import_module("jaxrl_llm.tools.replay.page")  # it needs the extra `report`
+        with disk.writing_output("--to", args.to):
+            args.to.write_text(page.render(record), encoding="utf-8")
         print(f"wrote {args.to}")
     sys.exit(DIFFERS * (bool(record.differences) or not all(is_close(*pair) for pair in recomputed.values())))
 
@@ -68,10 +68,8 @@ def parse() -> Namespace:
     args = parser.parse_args()
     if bool(args.source) == bool(args.run) or bool(args.run) != (args.step is not None):
         raise UserError("use either --run DIR with --step N, or --from FILE alone")
-    if args.source and (args.change or args.export):
-        raise UserError("--change and --export need the weights of the run: use them with --run DIR --step N")
-    if args.source and args.other_machine:
-        raise UserError("--other-machine has no effect with --from, which always allows another machine: remove it")
+    if args.source and (args.change or args.export or args.other_machine):
+        raise UserError("--change, --export and --other-machine are about a run: use them with --run DIR --step N")
     if args.model and not args.source:
         raise UserError(f"--model {args.model} has no effect with --run, which has the weights: remove --model")
     for change in args.change:
@@ -98,14 +96,12 @@ def comparison(what_if: WhatIf | None) -> list[str]:
     """Returns a table of the updates with the run's settings and with other ones; [] without a comparison."""
     if not what_if:
         return []
-    own, other = what_if.own, what_if.other
-    rows = [(name, own.metrics[name], other.metrics.get(name)) for name in COMPARED if name in own.metrics]
-    rows.append(("KL of the policy after the updates", own.kl_after, other.kl_after))
+    own, other = what_if.own.metrics, what_if.other.metrics
+    rows = [(name, own[name], other.get(name)) for name in COMPARED if name in own]
+    rows.append(("KL of the policy after the updates", what_if.own.kl_after, what_if.other.kl_after))
     changes = ", ".join(f"{name} = {value}" for name, value in what_if.changes.items())
-    lines = [f"the updates on the same samples with {changes}:", f"  {'':36}{'run':>12}{'changed':>12}"]
-    for name, *values in rows:
-        lines.append(f"  {name:36}" + "".join(f"{'–' if x is None else format(x, '.5g'):>12}" for x in values))
-    return [*lines, f"  {'cosine of the two updates':36}{what_if.cosine:12.6f}"]
+    title = f"the updates on the same samples, whose cosine is {what_if.cosine:.6f}, with {changes}:"
+    return [title, *table(("run", "changed"), rows)]
 
 
 def made_again(record: StepRecord, recomputed: dict[str, tuple[float, float]], model: str) -> list[str]:
@@ -116,20 +112,15 @@ def made_again(record: StepRecord, recomputed: dict[str, tuple[float, float]], m
     if not recomputed:
         return [f"note: use --model DIR, the weights before step {record.step}, to make loss and gradient again"]
     count, weights = len(record.first_update), model or record.config["model"]["path"]
-    lines = [f"the first update of the step, of {count} prompts, made again with the weights of {weights}:"]
-    lines.append(f"  {'':36}{'in the file':>14}{'now':>14}")
-    for name, (stored, now) in recomputed.items():
-        differs = "" if is_close(stored, now) else "  differs"
-        lines.append(f"  {name:36}{stored:14.6g}{now:14.6g}{differs}")
-    return lines
+    title = f"the first update of the step, of {count} prompts, made again with the weights of {weights}:"
+    rows = [(name if is_close(*pair) else f"{name} (differs)", *pair) for name, pair in recomputed.items()]
+    return [title, *table(("in the file", "now"), rows)]
 
 
-def write_page(record: StepRecord, file: Path) -> None:
-    """Writes the page of a step. Raises: UserError, if the file cannot be written."""
-    try:
-        file.write_text(import_module("jaxrl_llm.tools.replay.page").render(record), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--to {file} cannot be written ({error.strerror}): use another file") from error
+def table(heads: tuple[str, str], rows: Sequence[tuple[str, float, float | None]]) -> list[str]:
+    """Returns the lines of a table with two columns of numbers. A number that does not exist is None."""
+    texts = [(name, *("–" if x is None else f"{x:.6g}" for x in numbers)) for name, *numbers in rows]
+    return [f"  {name:40}{first:>14}{second:>14}" for name, first, second in [("", *heads), *texts]]
 
 
 if __name__ == "__main__":

@@ -65,8 +65,7 @@ class StepObserver:
         if not self._sums:
             self.batch, self.first_update = transfers.to_host(batch), rows.tolist()
             self.coefficients = {name: float(x) for name, x in transfers.to_host(coefs).items()}
-            shape = self.batch.loss_mask.shape
-            self._sums = {name: np.zeros(shape) for name in numbers}
+            self._sums = {name: np.zeros(self.batch.loss_mask.shape) for name in numbers}
         is_first_epoch = not self._visits[rows].any()
         for name, values in numbers.items():
             self._sums[name][rows] += values if is_first_epoch or name not in FIRST_EPOCH else 0.0
@@ -76,9 +75,8 @@ class StepObserver:
         self._visits[rows] += 1
 
     def _add_gradient(self, rows: np.ndarray, whole: Array, norms: Array, products: Array) -> None:
-        self.gradient = self.gradient or {
-            name: np.zeros(self._sums["loss"].shape[:2], np.float32) for name in ("norm", "cosine")
-        }
+        shape = self.batch.loss_mask.shape[:2]
+        self.gradient = self.gradient or {name: np.zeros(shape, np.float32) for name in ("norm", "cosine")}
         whole_norm, norm, product = (np.asarray(x, np.float64) for x in (whole, norms, products))
         self.gradient["norm"][rows] = norm
         self.gradient["cosine"][rows] = product / np.maximum(norm * whole_norm, 1e-30)
@@ -95,9 +93,7 @@ class StepObserver:
     def columns(self) -> dict[str, np.ndarray]:
         """Returns the columns of the step [B, G, C]: those of its updates, and those of its batch."""
         batch, epochs = self.batch, self._visits.reshape(-1, 1, 1)
-        means = {
-            name: np.float32(values if name in FIRST_EPOCH else values / epochs) for name, values in self._sums.items()
-        }
+        means = {name: np.float32(x if name in FIRST_EPOCH else x / epochs) for name, x in self._sums.items()}
         columns = means | {"sampler_logprobs": batch.sampler_logprobs, "old_logprobs": batch.old_logprobs}
         columns |= {"ref_logprobs": batch.ref_logprobs, "values": batch.values, "returns": batch.returns}
         if batch.old_logprobs is None:  # the policy before the single update is the old policy

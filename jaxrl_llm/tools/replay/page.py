@@ -126,22 +126,16 @@ def completion_of(record: StepRecord, prompt: int, member: int, shares: list[np.
     mask, trained = record.completion_mask[place], record.loss_mask[place]
     # A row may have the reasons of its rewards: {reward function: a text for each completion}.
     reasons = record.rows[prompt].get("reasons", {})
-    rewards_by_name = {"reward": record.rewards, **record.channels}
-    scores = {name: float(rewards[place]) for name, rewards in rewards_by_name.items()}
-    facts = [
-        Fact(
-            name, "no verdict" if np.isnan(score) else f"{score:.4g}", reasons[name][member] if name in reasons else ""
-        )
-        for name, score in scores.items()
-    ]
+    facts: list[Fact] = []
+    for name, rewards in {"reward": record.rewards, **record.channels}.items():
+        score, reason = float(rewards[place]), reasons[name][member] if name in reasons else ""
+        facts.append(Fact(name, "no verdict" if np.isnan(score) else f"{score:.4g}", reason))
     facts += [Fact("advantage", f"{record.advantages[place][trained].mean():.3g}")] if trained.any() else []
     observed = int(mask.sum() - trained.sum())
     facts.append(Fact("tokens", f"{trained.sum():,}", f"and {observed:,} of the environment" if observed else ""))
     if record.gradient and (norm := float(record.gradient["norm"][place])) > 0:
-        facts += [
-            Fact("gradient norm", f"{norm:.3g}", bar=norm / float(np.nanmax(record.gradient["norm"]))),
-            Fact("cosine", f"{record.gradient['cosine'][place]:.2f}"),
-        ]
+        facts.append(Fact("gradient norm", f"{norm:.3g}", bar=norm / float(np.nanmax(record.gradient["norm"]))))
+        facts.append(Fact("cosine", f"{record.gradient['cosine'][place]:.2f}"))
     facts += [
         Fact(label, f"{share[place]:.1%}", bar=share[place] / (np.abs(share).max() or 1.0))
         for label, share in zip(("share of update", "share if changed"), shares, strict=False)

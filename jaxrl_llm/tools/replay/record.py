@@ -14,7 +14,6 @@ class UpdateOutcome:
 
     metrics: dict[str, float]  # metrics of the updates, as a run logs them
     kl_after: float  # KL of the policy before the updates to the policy after them, per trained token (k3)
-    columns: dict[str, np.ndarray]  # as `StepRecord.columns`
     gradient: dict[str, np.ndarray]  # as `StepRecord.gradient`
 
 

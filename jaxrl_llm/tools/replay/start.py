@@ -76,12 +76,11 @@ def find_start(run: Path, step: int) -> ReplayStart:
     config = read_config(folder)
     if not hasattr(config, "group_size"):
         raise UserError(f"--run {folder} is a run of sft, which samples nothing: use a run of train")
-    last = max(records, default=0)
-    if not 1 <= step <= last:
-        progress = f"its last step is {last}" if last else "it has made no step yet"
-        raise UserError(f"--step {step}: {address or run} has no such step; {progress}: use a step from 1 to {last}")
-    if step not in records:
-        raise UserError(f"--step {step}: {folder / 'metrics.jsonl'} has no record of this step: use another step")
+    if step not in records or step < 1:
+        progress = f"its last step is {max(records)}" if records else "it has made no step yet"
+        raise UserError(
+            f"--step {step}: metrics.jsonl of {address or run} has no such record, and {progress}: use another step"
+        )
     root = bucket.as_path(address) if address else run
     checkpoints, files = root / "checkpoints", SampleFiles(root / FOLDER)
     saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None
@@ -128,9 +127,7 @@ def choose_start(
     rows and code that the run accepted.
     Raises: UserError, if no checkpoint is left from which the step can be made again.
     """
-    later_changes = [change for change in accepted if change.after_step >= step]
-    if later_changes:
-        change = later_changes[0]
+    if change := next((change for change in accepted if change.after_step >= step), None):
         raise UserError(
             f"--step {step} cannot be replayed, because after step {change.after_step} the run accepted this change: "
             f"{change}: replay a step after step {change.after_step}"
@@ -140,8 +137,7 @@ def choose_start(
     count = max((i for i, decision in enumerate(decisions, 1) if decision.to < step), default=0)
     # From checkpoints before step `oldest`, the run went on with other samples, rows or code, so they are of no use.
     oldest = max([decision.to for decision in decisions[:count]] + [change.after_step for change in accepted] + [0])
-    candidates = kept_steps if oldest else {0, *kept_steps}
-    usable = [saved for saved in candidates if oldest <= saved < step]
+    usable = [saved for saved in {0, *kept_steps} if oldest <= saved < step]
     if not usable:
         kept_text = ", ".join(map(str, kept_steps)) or "none"
         raise UserError(
@@ -170,7 +166,7 @@ def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLea
         copy_run(start, workdir)
         try:
             start_actor = partial(StoredActor, start.files) if start.files else None
-            make = partial(make_quiet_run, start_actor=start_actor)
+            make = partial(make_unsaved_run, start_actor=start_actor)
             with opened_run(config, workdir, recipes.read, make) as (session, parts):
                 if start.notes and not start.start:
                     session.checkpoints.check_inputs(flatten(config), start.start, start.notes)
@@ -197,10 +193,9 @@ def copy_run(start: ReplayStart, workdir: Path) -> None:
         disk.replace(rollbacks / f"{number}.json", json.dumps(asdict(decision)))
 
 
-def make_quiet_run(
+def make_unsaved_run(
     work_directory: WorkDirectory, recipe: Recipe, start_actor: Callable[..., Actor] | None
 ) -> tuple[Session, Parts]:
-    """Builds the run of a replay, which tests nothing and saves no checkpoint. start_actor: argument of `make_run`."""
-    health = replace(recipe.health, self_test=False)
-    quiet = replace(recipe, health=health, checkpoint=replace(recipe.checkpoint, keep=0))
-    return make_run(work_directory, quiet, start_actor)
+    """Builds the run of a replay, which saves no checkpoint. start_actor: argument of `make_run`."""
+    unsaved = replace(recipe, checkpoint=replace(recipe.checkpoint, keep=0))
+    return make_run(work_directory, unsaved, start_actor)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import disk
 from jaxrl_llm.tools.replay.record import StepRecord
 
 FORMAT = "jaxrl_llm.step.1"  # version of the file's format, in its metadata
@@ -25,24 +24,14 @@ def save(record: StepRecord, file: Path) -> None:
 
     Raises: UserError, if the file cannot be written.
     """
-    arrays: dict[str, np.ndarray] = {}
-    others: dict[str, Any] = {}
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        if field.name in TABLES:
-            arrays |= {f"{field.name}/{name}": np.ascontiguousarray(x) for name, x in value.items()}
-        elif isinstance(value, np.ndarray):
-            arrays[field.name] = np.ascontiguousarray(value)
-        elif field.name != "what_if":
-            others[field.name] = value
-    partial = file.with_name(file.name + ".partial")
-    try:
-        save_file(arrays, partial, {"format": FORMAT, "record": json.dumps(others)})
-        partial.chmod(0o644)  # safetensors writes files that only their owner can read
-        os.replace(partial, file)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"--export {file} cannot be written ({error}): use another file") from error
+    fields = vars(record).copy()
+    del fields["what_if"]
+    arrays = {f"{table}/{name}": x for table in TABLES for name, x in fields.pop(table).items()}
+    arrays |= {name: fields.pop(name) for name in [*fields] if isinstance(fields[name], np.ndarray)}
+    contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    content = safetensors.numpy.save(contiguous, {"format": FORMAT, "record": json.dumps(fields)})
+    with disk.writing_output("--export", file):
+        disk.replace(file, content)
 
 
 def load(file: Path) -> StepRecord:
@@ -54,16 +43,11 @@ def load(file: Path) -> StepRecord:
     except (OSError, SafetensorError) as error:
         raise UserError(f"--from {file} cannot be read ({error}): use a file of jaxrl replay --export") from error
     if metadata.get("format") != FORMAT:
-        raise UserError(
-            f"--from {file}: its format is {metadata.get('format')}, but this version reads {FORMAT}: use a file of "
-            "jaxrl replay --export"
-        )
-    fields: dict[str, Any] = json.loads(metadata["record"]) | {name: {} for name in TABLES}
+        found = metadata.get("format")
+        raise UserError(f"--from {file}: its format is {found}, not {FORMAT}: use a file of jaxrl replay --export")
+    fields: dict[str, Any] = json.loads(metadata["record"]) | {table: {} for table in TABLES}
     for name, array in arrays.items():
         table, _, key = name.partition("/")
-        if key:
-            fields[table][key] = array
-        else:
-            fields[name] = array
+        (fields[table] if key else fields)[key or name] = array
     fields["differences"] = {name: tuple(pair) for name, pair in fields["differences"].items()}
     return StepRecord(**fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -129,17 +130,15 @@ def differences(
 
     exact: whether equal means bit for bit; otherwise values are equal within RELATIVE and ABSOLUTE.
     """
-    names = compared_names(logged, replayed)
-    pairs = {name: (logged.get(name), replayed.get(name)) for name in names}
-
-    def is_equal(one: float | None, other: float | None) -> bool:
-        return one == other if exact or one is None or other is None else is_close(one, other)
-
+    pairs = {name: (logged.get(name), replayed.get(name)) for name in compared_names(logged, replayed)}
+    is_equal = operator.eq if exact else is_close
     return {name: pair for name, pair in pairs.items() if not is_equal(*pair)}
 
 
-def is_close(one: float, other: float) -> bool:
-    """Returns whether two values are equal but for the rounding of another machine."""
+def is_close(one: float | None, other: float | None) -> bool:
+    """Returns whether two values are equal but for the rounding of another machine. None: the value is missing."""
+    if one is None or other is None:
+        return one is other
     return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
 
 

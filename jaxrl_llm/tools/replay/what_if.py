@@ -156,12 +156,12 @@ def outcome(parts: Parts, learning: Learning, observer: StepObserver, made: Made
     """Returns what the updates did. observer: observer of these updates."""
     score = score_columns(parts.model, learning.sampling, learning.mesh, learning.sizes.microbatch, "logprobs")
     batch = transfers.shard_batch(observer.batch, learning.mesh)
-    mask, columns = observer.batch.loss_mask, observer.columns()
-    after = transfers.to_host(score(learning.policy(made.states), batch))["logprobs"][mask]
+    mask = observer.batch.loss_mask
+    before, after = observer.columns(), transfers.to_host(score(learning.policy(made.states), batch))
+    kl = k3(*(jnp.asarray(x["logprobs"][mask]) for x in (before, after)))
     metrics = update_metrics(transfers.to_host(made.updates))
     return UpdateOutcome(
         metrics={name: float(value) for name, value in metrics.items()},
-        kl_after=float(k3(jnp.asarray(columns["logprobs"][mask]), jnp.asarray(after)).mean()),
-        columns=columns,
+        kl_after=float(kl.mean()),
         gradient=observer.gradient,
     )

@@ -61,10 +61,8 @@ def write(workdirs: Sequence[Path], file: Path) -> None:
     for workdir, reader in readers.items():
         for name, count in (+reader.damaged).items():
             print(printable(json_lines.left_out(str(workdir / name), count)))
-    try:
+    with disk.writing_output("--to", file):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}): name another file with --to") from error
     print(f"{file} ({len(text.encode()) / 1e6:.1f} MB)")
 
 

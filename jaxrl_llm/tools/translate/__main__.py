@@ -42,11 +42,8 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
     written = ""
     if to:
-        try:
-            with to.open("x", encoding="utf-8") as config:
-                config.write(text)
-        except OSError as error:
-            raise UserError(f"--to {to} cannot be written ({error.strerror}): name a new file in a folder") from None
+        with disk.writing_output("--to", to), to.open("x", encoding="utf-8") as config:
+            config.write(text)
         written = f"{to} is written{' and complete' * (not translation.unknown())}; "
     else:
         print(text)
