@@ -94,9 +94,10 @@ def _indexed(documents: Sequence[Document]) -> Any:
 def _bm25s() -> ModuleType:
     """Imports bm25s, which only an index needs. Raises: UserError, if it is not installed."""
     extras.require("bm25s", "retriever", "an index of documents")
-    # The level is raised, because bm25s prints messages at level DEBUG.
+    bm25s = import_module("bm25s")
+    # The import sets the level DEBUG, at which bm25s would print messages.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
-    return import_module("bm25s")
+    return bm25s
 
 
 def fingerprint(path: Path) -> str:
