@@ -129,7 +129,7 @@ class FunctionDescription(StrictModel):
     name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None  # no effect: the engine samples without a grammar, and clients check the arguments
 
 
 class ToolDescription(StrictModel):
