@@ -15,15 +15,20 @@ IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+# What a tool returns is a part of the assistant's turn, which goes on after it.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% set goes_on = not loop.first and loop.previtem['role'] == 'tool' and message['role'] == 'assistant' %}"
+    "{% if message['role'] != 'tool' and not goes_on %}"
+    "{{ '<|' + message['role'] + '|>' }}{% endif %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' and (loop.last or loop.nextitem['role'] != 'tool') %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}{{ '<|assistant|>' }}{% endif %}"
 )
 # This template also accepts a message whose content is a list of texts and images.
 VISION_TEMPLATE = CHAT_TEMPLATE.replace(
-    " + message['content'] }}",
-    " }}{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '"
     + IMAGE_START
     + IMAGE_TOKEN

@@ -23,7 +23,7 @@ from jaxrl_llm.structs import Sizes
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs"
-OTHERS = ("sft", "search_sft", "pictures_sft", "dpo", "simpo", "grpo_vllm", "agent")
+OTHERS = ("sft", "search_sft", "pictures_sft", "dpo", "simpo", "grpo_vllm", "agent", "agent_search")
 LONG = ("grpo", "search_grpo")  # they explain the fields of all others
 
 
