@@ -87,3 +87,12 @@ def test_a_policy_learns_what_its_agent_pays_for_each_call(tmp_path, monkeypatch
     assert paid == pytest.approx([record["episode/turn_rewards"] for record in records])
     assert all(record["episode/restarts"] > 0.5 for record in records)
     assert np.mean(paid[-3:]) > np.mean(paid[:3]) + 0.3, paid
+
+
+def test_the_agent_that_searches_uses_its_tool_and_continues_its_calls(tmp_path):
+    config = configs.load("agent_search")
+    sizes = {"num_steps": 1, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "eval.problems": 8}
+    config.update_from_flattened_dict(sizes | {"mesh.fsdp": 1, "health.self_test": False, "log.to": ()})
+    evaluation, record = steps(config, tmp_path / "run")
+    assert evaluation["step"] == 0 and record["episode/calls"] > 1 and record["episode/environment_tokens"] > 10
+    assert record["episode/restarts"] == record["episode/errors"] == 0 and record["sampler/gap_max"] <= 1e-4
