@@ -299,11 +299,12 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
     if args.model and not args.task:
         raise UserError("--task is missing: name a task (arithmetic, countdown, digits_in_pictures) or a file of rows")
     if args.task:
-        args.source = f"{args.task}.held_out" if is_task(args.task) else args.task
+        # A call such as "reasoning_gym.rows(task='gcd', size=50)" makes the rows itself.
+        args.source = f"{args.task}.held_out" if is_task(args.task) and "(" not in args.task else args.task
         check_task(args.task)
         if args.source == args.task and args.model and not args.function:
             raise UserError(
-                f"--task {args.task} is a file of rows, so --function must name a reward function that judges the "
+                f"--task {args.task} names rows alone, so --function must name a reward function that judges the "
                 "completions, e.g. math.accuracy"
             )
         check_source("--task", args.source)
@@ -312,7 +313,7 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
 
 def check_task(task: str) -> None:
     """Raises: UserError, with a similar name, if --task is neither a file, nor a task, nor a module of the user."""
-    if not is_task(task) or f"{task}.held_out" in offered(SOURCES) or _is_module(task):
+    if not is_task(task) or "(" in task or f"{task}.held_out" in offered(SOURCES) or _is_module(task):
         return
     judged_tasks = {name.removesuffix(".accuracy") for name in offered(REWARDS) if name.endswith(".accuracy")}
     known_tasks = [name for name in sorted(judged_tasks) if f"{name}.held_out" in offered(SOURCES)]

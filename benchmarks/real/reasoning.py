@@ -11,7 +11,7 @@ def get_config() -> ConfigDict:
     c.prompts_per_step = c.prompts_per_update = 16
     c.data.source, c.data.max_prompt_tokens = "benchmarks.real.reasoning_tasks.learned", 128
     c.eval.source, c.eval.problems = "benchmarks.real.reasoning_tasks.learned_held_out", 144
-    c.reward.functions = ("benchmarks.real.reasoning_tasks.score",)
-    c.eval.function = "benchmarks.real.reasoning_tasks.accuracy"
+    c.reward.functions = ("reasoning_gym.score",)
+    c.eval.function = "reasoning_gym.accuracy"
     c.rollout.max_completion_tokens = 6
     return c

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import memory
-from jaxrl_llm.config.names import resolve
+from jaxrl_llm.config.names import bind, resolve
+from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import formats, hub, image_columns, image_rows
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.image_rows import RowImages
@@ -52,9 +53,12 @@ def check_source(field: str, source: str) -> None:
     file, _, split = source.rpartition("@")
     if file.endswith(FILES):
         raise UserError(f"{field} = {source!r}: a file has no split {split!r}; set the field to {file!r}")
-    if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
+    is_call = source.endswith(")")
+    if not is_call and (
+        "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst")
+    ):
         raise UserError(f"{field} = {source!r}: a file of rows must be {KINDS}; convert it to one of these kinds")
-    resolve(source, SOURCES, field)
+    check_call(source, SOURCES, field)
 
 
 def check_exists(field: str, source: str) -> None:
@@ -89,7 +93,7 @@ def is_task(source: str) -> bool:
 
 
 def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> SourceRows:  # noqa: B008
-    """Loads the rows of a task ("arithmetic.train"), a user function, a file, a file pattern or a hub id.
+    """Loads the rows of a task ("arithmetic.train"), a function, "function(size=9)", a file, a pattern or a hub id.
 
     convert: name of a function row -> row, in `jaxrl_llm.tasks` or dotted, which makes the column "prompt" or returns
     None to drop the row; "" if `formats.read` reads the rows; field: config field of `convert`, for errors;
@@ -236,7 +240,7 @@ def _text(source: str, number: int, content: Any) -> Any:
 
 def _generated(source: str) -> list[Any]:
     """Returns the rows that a task or a user function makes."""
-    function = resolve(source, SOURCES, "data source")
+    function = bind(source, SOURCES, "data source")
     try:
         return list(function())
     except Exception as error:  # user code

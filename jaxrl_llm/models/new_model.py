@@ -21,8 +21,8 @@ CHAT_TEMPLATE = (
     "{% set goes_on = not loop.first and loop.previtem['role'] == 'tool' and message['role'] == 'assistant' %}"
     "{% if message['role'] != 'tool' and not goes_on %}"
     "{{ '<|' + message['role'] + '|>' }}{% endif %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' and (loop.last or loop.nextitem['role'] != 'tool') %}{{ '<|end|>' }}{% endif %}"
-    "{% endfor %}"
+    "{% set ends = loop.last or loop.nextitem['role'] != 'tool' %}"
+    "{% if message['role'] == 'assistant' and ends %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}{{ '<|assistant|>' }}{% endif %}"
 )
 # This template also accepts a message whose content is a list of texts and images.

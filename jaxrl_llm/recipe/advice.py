@@ -249,7 +249,7 @@ def _task(source: str) -> str:
     """Returns the module of the task that a source names; "" if it names no task of this package."""
     if not is_task(source):
         return ""
-    function = resolve(source, tasks.SOURCES)
+    function = resolve(split_call(source)[0], tasks.SOURCES)
     return function.__module__ if is_ours(function, tasks.SOURCES) else ""
 
 

@@ -10,6 +10,7 @@ A config names the functions of these files as "file.function". The arguments of
 | environment | a class with `reset(row)` and `step(text)` (`protocol.py`) |
 | tool | a function that a policy may call, whose docstring explains its arguments under `Args:` |
 
+A config sets keyword-only arguments of a source or a reward by a call: `"gym.rows(make='my_game.make', size=100)"`.
 Each argument of a reward has one entry per completion: the prompt (chat or text, as in the data), the completion (for
 a chat, a list with one assistant message), every other column of the row, and `completion_ids`. The function returns
 one number per completion (a list, an array, a generator), or None for a completion to abstain. It may be `async def`.
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.config.names import Kind, marked
+from jaxrl_llm.config.names import Kind, keyword_only, marked
 
 F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ()  # a config may name no function of this file
@@ -50,7 +51,7 @@ def owns_loop(kind: Any) -> bool:
 
 # Each kind: the package in which names without a module are looked up, and a test of what a function of the kind is.
 HERE = sys.modules[__name__]
-SOURCES = Kind(HERE, lambda function: _parameters(function) == [])
+SOURCES = Kind(HERE, lambda function: _parameters(function) == [*keyword_only(function)])
 CONVERTERS = Kind(HERE, lambda function: _parameters(function) == ["row"])
 REWARDS = Kind(HERE, lambda function: bool({"completions", "completion_ids"} & set(_parameters(function) or ())))
 ENVIRONMENTS = Kind(

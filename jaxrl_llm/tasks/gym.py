@@ -5,8 +5,22 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from jaxrl_llm.config.schema import AtLeastOne, Count, checked_by
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.protocol import Reply
+
+
+@checked_by(lambda make, size, seed: _game(make, "gym.rows: make"))
+def rows(*, make: str, size: AtLeastOne, seed: Count = 0) -> list[dict[str, Any]]:
+    """Returns rows for `Gym` with the seed_column "seed": each asks with the first observation of the seed's game.
+
+    make: as for `Gym`; size: number of rows; seed: seed of the first row's game, to which each next row adds 1.
+    """
+    game, made = _game(make, "gym.rows: make"), []
+    for number in range(seed, seed + size):
+        observation, _ = game.reset(seed=number)
+        made.append({"prompt": [{"role": "user", "content": str(observation)}], "seed": number})
+    return made
 
 
 class Gym:
@@ -17,13 +31,7 @@ class Gym:
 
         seed_column: column of a row with the seed of its game. Raises: UserError, if the function does not exist.
         """
-        module, _, name = make.rpartition(".")
-        try:
-            self._game = getattr(importlib.import_module(module), name)()
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(
-                f"config.env.make = {make!r} must be my.module.function, which returns a game: {error}"
-            ) from error
+        self._game = _game(make, "config.env.make")
         self.stops, self._seed_column = (stop,), seed_column
 
     def reset(self, row: dict[str, Any]) -> None:
@@ -36,3 +44,12 @@ class Gym:
         observation, reward, terminated, truncated, _ = self._game.step(action)
         is_over, metrics = bool(terminated or truncated), {"cut": float(bool(truncated))}
         return Reply("" if is_over else str(observation), done=is_over, metrics=metrics, reward=float(reward))
+
+
+def _game(make: str, field: str) -> Any:
+    """Returns a new game. make: `my.module.function`, which makes it; field: place of this name, for errors."""
+    module, _, name = make.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{field} = {make!r} must be my.module.function, which returns a game: {error}") from error

@@ -184,7 +184,6 @@ def test_every_case_has_a_config():
     assert {case.config() for case in importlib.import_module("benchmarks.real.__main__").CASES.values()} <= {*CONFIGS}
 
 
-@pytest.mark.parity
 @pytest.mark.needs("reasoning_gym")
 def test_answers_of_reasoning_gym_have_all_points_and_none_is_held_out():
     for rows in (tasks_of_gym.held_out(), tasks_of_gym.learned_held_out()):

@@ -28,7 +28,8 @@ def test_litellm_chats_calls_a_tool_and_streams(served, monkeypatch):
     answer = litellm.completion(messages=talk, **server).choices[0].message
     (call,) = answer.tool_calls
     assert answer.content == "I add." and json.loads(call.function.arguments) == {"a": 1, "b": 2}
-    talk += [answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}, {"role": "user", "content": "say:three"}]
+    talk += [answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+    talk += [{"role": "user", "content": "say:three"}]
     stream = litellm.completion(messages=talk, stream=True, **server)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "three"
     trace = served.http.delete("/sessions/litellm").json()
