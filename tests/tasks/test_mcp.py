@@ -1,0 +1,94 @@
+"""Tools of MCP servers: what a call returns, how each failure is counted, and that the next call connects again."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from test_tools import call
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.mcp import Tools
+
+SERVER = Path(__file__).with_name("mcp_server.py")
+COMMAND = f"{sys.executable} {SERVER}"
+pytestmark = pytest.mark.needs("mcp")
+
+
+def counted(tools: Tools, name: str, **arguments: object) -> tuple[str, dict[str, float]]:
+    """The result of a call, and the errors that it counts."""
+    reply = tools.step(call(name, **arguments))
+    assert not reply.done and reply.metrics["calls"] == 1
+    (text,) = reply.observation
+    return text, {name: count for name, count in reply.metrics.items() if count and name != "calls"}
+
+
+def test_an_mcp_server_is_described_to_the_policy_and_answers_its_calls():
+    tools = Tools(server=COMMAND)
+    schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+    assert schemas["add"]["description"] == "Adds two numbers." and set(schemas["add"]["parameters"]["required"]) == {
+        "a",
+        "b",
+    }
+    with ThreadPoolExecutor(8) as threads:  # episodes share the connection
+        sums = list(threads.map(lambda x: counted(Tools(server=COMMAND), "add", a=x, b=x), range(32)))
+    assert sums == [(str(2 * x), {}) for x in range(32)]
+    assert counted(tools, "echo", text="ü€\n漢") == ("ü€\n漢", {})
+    assert len(counted(tools, "echo", text="long", times=250_000)[0]) == 1_000_000
+    assert tools.step("no call").done
+
+
+def test_a_call_that_a_tool_refuses_is_the_error_of_the_policy():
+    tools = Tools(server=COMMAND)
+    for name, arguments in (("add", {"a": "x", "b": 1}), ("add", {"a": 1}), ("fail", {})):
+        assert counted(tools, name, **arguments)[1] == {"own_errors": 1.0}
+    assert counted(tools, "nothing")[1] == {"invalid": 1.0}
+
+
+def test_a_server_that_stalls_or_ends_costs_a_call_and_not_the_next_one():
+    tools = Tools(server=COMMAND, timeout=1.0)
+    assert counted(tools, "stall")[1] == {"errors": 1.0, "server_stalled": 1.0}
+    assert counted(tools, "add", a=1, b=1) == ("2", {})
+    assert counted(tools, "die")[1] == {"errors": 1.0, "server_closed": 1.0}
+    assert counted(tools, "add", a=2, b=1) == ("3", {})
+
+
+def test_a_server_at_an_address_is_called_and_may_be_restarted():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/mcp"
+
+    def start() -> subprocess.Popen:
+        server = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                return server
+            time.sleep(0.1)
+        raise TimeoutError
+
+    server = start()
+    try:
+        tools = Tools(server=url, timeout=5.0)
+        assert counted(tools, "add", a=1, b=1) == ("2", {})
+        server.kill()
+        server.wait()
+        assert counted(tools, "add", a=1, b=1)[1].keys() == {"errors", "server_closed"}
+        assert counted(tools, "add", a=1, b=1)[1].keys() == {"errors", "server_unreachable"}
+        server = start()
+        assert counted(tools, "add", a=1, b=1) == ("2", {})
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("server", ["no_such_program", "false", "http://127.0.0.1:9/mcp", "cat", "", "'"])
+def test_a_server_that_does_not_answer_is_refused(server):
+    with pytest.raises(UserError, match=r"config\.env\.server"):
+        Tools(server=server, timeout=2.0)
