@@ -22,7 +22,7 @@ WRONG_CALLS = (-32601, -32602)  # codes of JSON-RPC for a tool that does not exi
 STALLED = (-32001, 408)  # codes of MCP for a request without an answer in time
 
 
-class Tools:
+class MCPTools:
     """Environment whose tools are those of an MCP server. A turn without a call ends the episode.
 
     All episodes of a process share one connection, so the server must keep no state of an episode. A failure of the
@@ -142,7 +142,7 @@ class Connection:
 @cache
 def _connection(server: str, timeout: float) -> Connection:
     """Returns the connection of this process to a server. Raises: UserError, if it offers no tools."""
-    extras.require("mcp", "mcp", "config.env.name = 'mcp.Tools'")
+    extras.require("mcp", "mcp", "config.env.name = 'mcp.MCPTools'")
     field = f"config.env.server = {server!r}"
     try:
         connection = Connection(server, timeout)

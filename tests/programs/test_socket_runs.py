@@ -104,5 +104,5 @@ def test_a_run_trains_with_openenvs_own_server(tmp_path):
 @pytest.mark.needs("mcp")
 def test_a_run_trains_with_the_tools_of_an_mcp_server_that_ends_at_times(tmp_path):
     server = f"{sys.executable} {Path(__file__).parents[1] / 'tasks' / 'mcp_server.py'}"
-    sums = run(tmp_path, [call("add", a=1, b=2), call("die")], chats(answer="3"), name="mcp.Tools", server=server)
+    sums = run(tmp_path, [call("add", a=1, b=2), call("die")], chats(answer="3"), name="mcp.MCPTools", server=server)
     assert sums["episode/calls"] > sums["episode/errors"] > 0 and sums["episode/server_closed"] > 0

@@ -14,14 +14,14 @@ import pytest
 from test_tools import call
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks.mcp import Tools
+from jaxrl_llm.tasks.mcp import MCPTools
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = f"{sys.executable} {SERVER}"
 pytestmark = pytest.mark.needs("mcp")
 
 
-def counted(tools: Tools, name: str, **arguments: object) -> tuple[str, dict[str, float]]:
+def counted(tools: MCPTools, name: str, **arguments: object) -> tuple[str, dict[str, float]]:
     """The result of a call, and the errors that it counts."""
     reply = tools.step(call(name, **arguments))
     assert not reply.done and reply.metrics["calls"] == 1
@@ -30,14 +30,14 @@ def counted(tools: Tools, name: str, **arguments: object) -> tuple[str, dict[str
 
 
 def test_an_mcp_server_is_described_to_the_policy_and_answers_its_calls():
-    tools = Tools(server=COMMAND)
+    tools = MCPTools(server=COMMAND)
     schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
     assert schemas["add"]["description"] == "Adds two numbers." and set(schemas["add"]["parameters"]["required"]) == {
         "a",
         "b",
     }
     with ThreadPoolExecutor(8) as threads:  # episodes share the connection
-        sums = list(threads.map(lambda x: counted(Tools(server=COMMAND), "add", a=x, b=x), range(32)))
+        sums = list(threads.map(lambda x: counted(MCPTools(server=COMMAND), "add", a=x, b=x), range(32)))
     assert sums == [(str(2 * x), {}) for x in range(32)]
     assert counted(tools, "echo", text="ü€\n漢") == ("ü€\n漢", {})
     assert len(counted(tools, "echo", text="long", times=250_000)[0]) == 1_000_000
@@ -45,14 +45,14 @@ def test_an_mcp_server_is_described_to_the_policy_and_answers_its_calls():
 
 
 def test_a_call_that_a_tool_refuses_is_the_error_of_the_policy():
-    tools = Tools(server=COMMAND)
+    tools = MCPTools(server=COMMAND)
     for name, arguments in (("add", {"a": "x", "b": 1}), ("add", {"a": 1}), ("fail", {})):
         assert counted(tools, name, **arguments)[1] == {"own_errors": 1.0}
     assert counted(tools, "nothing")[1] == {"invalid": 1.0}
 
 
 def test_a_server_that_stalls_or_ends_costs_a_call_and_not_the_next_one():
-    tools = Tools(server=COMMAND, timeout=1.0)
+    tools = MCPTools(server=COMMAND, timeout=1.0)
     assert counted(tools, "stall")[1] == {"errors": 1.0, "server_stalled": 1.0}
     assert counted(tools, "add", a=1, b=1) == ("2", {})
     assert counted(tools, "die")[1] == {"errors": 1.0, "server_closed": 1.0}
@@ -75,7 +75,7 @@ def test_a_server_at_an_address_is_called_and_may_be_restarted():
 
     server = start()
     try:
-        tools = Tools(server=url, timeout=5.0)
+        tools = MCPTools(server=url, timeout=5.0)
         assert counted(tools, "add", a=1, b=1) == ("2", {})
         server.kill()
         server.wait()
@@ -91,4 +91,4 @@ def test_a_server_at_an_address_is_called_and_may_be_restarted():
 @pytest.mark.parametrize("server", ["no_such_program", "false", "http://127.0.0.1:9/mcp", "cat", "", "'"])
 def test_a_server_that_does_not_answer_is_refused(server):
     with pytest.raises(UserError, match=r"config\.env\.server"):
-        Tools(server=server, timeout=2.0)
+        MCPTools(server=server, timeout=2.0)
