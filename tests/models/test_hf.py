@@ -31,13 +31,12 @@ from tokenizers import Tokenizer
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
-from jaxrl_llm.learner import forward, head
 from jaxrl_llm.machine import meshes, sharding, transfers
 from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.vllm import weights
-from jaxrl_llm.structs import Batch, Prompt, Prompts
+from jaxrl_llm.structs import Prompt, Prompts
 
 REFERENCES = Path(__file__).parents[1] / "references"
 NAMES = (
@@ -197,34 +196,6 @@ def test_greedy_completions_equal_those_of_transformers_generate(loaded, mesh):
     assert len(stops) == 2 and json.loads((loaded.folder / "config.json").read_text())["eos_token_id"] in stops
     assert {int(row[np.flatnonzero(row)[-1]]) for row in loaded.stored["greedy_left"] if not row[-1]} == set(stops)
     check_greedy(loaded.folder, loaded.model, loaded.params, loaded.stored, mesh)
-
-
-@families(*RICH)
-def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
-    model, params, stored = loaded.model, loaded.params, loaded.stored
-    vocabulary, group, width = model.cfg.vocab_size, 2, 5
-    rows = ((0, "left"), (2, "right"), (0, "right"), (2, "left"))
-    prompts, prompt_mask = (np.stack([stored[f"{what}_{side}"][i] for i, side in rows]) for what in ("tokens", "mask"))
-    completions = np.random.default_rng(1).integers(0, vocabulary, (len(rows), group, width)).astype(np.int32)
-    mask = np.arange(width) < np.array([[5, 1], [2, 5], [3, 4], [5, 2]])[..., None]
-    monkeypatch.setattr(head, "tokens_at_once", lambda *_: 2 * len(rows) * group)  # the head in three parts
-    score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(temperature=0.7)))
-    logprobs, entropy = transfers.to_host(score(params, Batch(prompts, prompt_mask, completions, mask, mask)))
-
-    flat, flat_mask = np.zeros((len(rows), group, 12), np.int32), np.zeros((len(rows), group, 12), bool)
-    for b, g in np.ndindex(len(rows), group):
-        row = [*prompts[b][prompt_mask[b]], *completions[b, g][mask[b, g]]]
-        flat[b, g, : len(row)], flat_mask[b, g, : len(row)] = row, True
-    logits = flat_forward(model)(params, flat.reshape(-1, 12), flat_mask.reshape(-1, 12))
-    distribution = np.asarray(jax.nn.log_softmax(logits / 0.7)).reshape(*flat.shape, vocabulary)
-    for b, g in np.ndindex(len(rows), group):
-        before, n = prompt_mask[b].sum() - 1, mask[b, g].sum()
-        predicted = distribution[b, g, before : before + n]
-        expected = predicted[np.arange(n), completions[b, g, :n]]
-        np.testing.assert_allclose(logprobs[b, g, :n], expected, rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(entropy[b, g, :n], -(np.exp(predicted) * predicted).sum(-1), rtol=0, atol=TOLERANCE)
-    assert not logprobs[~mask].any()
-    assert not entropy[~mask].any()
 
 
 # ---- stop ids
