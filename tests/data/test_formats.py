@@ -145,14 +145,6 @@ def test_a_function_of_verl_gets_the_ground_truth_with_its_own_type(tmp_path, mo
         assert reward_calls.call_reward("f", bound(name), [row], ["3"], [[1]]).metrics["length"] == len(repr("math"))
 
 
-def test_a_row_without_a_ground_truth_is_refused_for_a_function_of_verl(tmp_path, monkeypatch, refused):
-    (tmp_path / "of_verl_truths.py").write_text(OF_VERL)
-    monkeypatch.syspath_prepend(tmp_path)
-    dataset = data.Dataset([], [{"prompt": SUM, "data_source": "x", "solution": "3"}], 0, 1, [1])
-    with refused("of_verl_truths.one", "'answer'", "data.answer_column"):
-        columns.check(dataset, ["of_verl_truths.one"], "data")
-
-
 def test_a_convert_function_wins_over_what_the_columns_say(tmp_path, monkeypatch):
     (tmp_path / "mine_too.py").write_text("def plain(row):\n    return {'prompt': 'x', 'answer': 'mine'}\n")
     monkeypatch.syspath_prepend(tmp_path)

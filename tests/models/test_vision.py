@@ -498,12 +498,7 @@ def test_the_published_config_of_gemma_3_4b_leaves_out_most_and_is_read():
     assert (cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.vocab_size, cfg.norm_eps) == (8, 4, 256, 262_208, 1e-6)
     assert cfg.tied_head and cfg.window == 1024 and cfg.local.index(False) == 5
     assert cfg.rope.frequencies[0] == 1 / 8 and cfg.local_rope.frequencies[0] == 1.0
-    assert (cfg.vision.merge_size, cfg.vision.position_grid, cfg.vision.bidirectional_tokens, cfg.hidden_tokens) == (
-        4,
-        64,
-        256,
-        (262_144,),
-    )
+    assert (cfg.vision.merge_size, cfg.vision.bidirectional_tokens, cfg.hidden_tokens) == (4, 256, (262_144,))
     assert Decoder(cfg).size() == 4_300_079_472
 
 

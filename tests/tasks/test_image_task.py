@@ -133,12 +133,6 @@ def test_the_question_and_the_images_both_decide():
                for guess in range(10) for which in ("max", "min"))  # fmt: skip
     assert 2 * best < 0.2
     assert np.mean([x == str(row["digits"][0]) for x, row in zip(rights, rows, strict=True)]) < 0.3
-    # The answer to the same question about the images of the next problem.
-    answers = [
-        str({"max": max, "min": min}[question_of(row)](other["digits"]))
-        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
-    ]
-    assert np.mean([x == y for x, y in zip(rights, answers, strict=True)]) < 0.2
 
 
 def config_of(name: str = "pictures", **changes: Any):
