@@ -181,15 +181,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.parametrize("equal", [3, 0])
-def test_the_banner_counts_pairs_that_teach_nothing(equal, tmp_path, capsys):
+def test_the_banner_counts_pairs_that_teach_nothing(tmp_path, capsys):
     rows = arithmetic.pairs()[:8]
-    for row in rows[:equal]:
+    for row in rows[:3]:
         row["rejected"] = row["chosen"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with sft.build(config(**{"data.source": str(tmp_path / "pairs.jsonl"), "data.convert": ""}), tmp_path / "run"):
         counts = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if "equal completions" in line]
-    assert counts == [str(equal)] * (equal > 0)
+    assert counts == ["3"]
 
 
 def preferred_by_hand(folder: Path, rows: list[dict]) -> float:

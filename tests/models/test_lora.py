@@ -415,6 +415,14 @@ def test_adapters_of_the_user_are_resumed_and_exported_merged(scales, tmp_path, 
         export.main()
 
 
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A folder of adapters of all kernels."""
+    lora = lora_of(Decoder(tiny.CONFIG))
+    peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
+    return tmp_path / "adapter"
+
+
 def test_targets_that_name_no_kernel_are_told_what_there_is(refused):
     with refused("targets", "self_attn.k_proj", "mlp.up_proj"):
         lora_of(tiny.model_and_params()[0], targets="c_attn")
@@ -427,14 +435,12 @@ def test_targets_that_name_no_kernel_are_told_what_there_is(refused):
         ("init_lora_weights", "pissa_niter_4"),
     ],
 )  # fmt: skip
-def test_a_folder_of_other_adapters_is_refused(field, value, tmp_path, refused):
-    model, _ = tiny.model_and_params()
-    peft.save(tmp_path / "adapter", drawn(lora_of(model)), lora_of(model), "base")
-    file, ours = tmp_path / "adapter" / peft.SETTINGS_FILE, {field: value} if field in LORA else {}
+def test_a_folder_of_other_adapters_is_refused(field, value, saved, refused):
+    file, ours = saved / peft.SETTINGS_FILE, {field: value} if field in LORA else {}
     if not ours:
         file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with refused(f"config.adapters.{field}" if ours else str(value) if field == "init_lora_weights" else field):
-        peft.load(tmp_path / "adapter", lora_of(model, **ours))
+        peft.load(saved, lora_of(Decoder(tiny.CONFIG), **ours))
 
 
 def test_adapters_outside_of_the_layers_are_told_from_missing_ones(tmp_path, refused):
@@ -449,14 +455,12 @@ def test_adapters_outside_of_the_layers_are_told_from_missing_ones(tmp_path, ref
         peft.load(tmp_path / "adapter", lora_of(model))
 
 
-def test_an_adapter_that_is_not_finite_is_named_with_its_file(tmp_path, refused):
-    lora = lora_of(tiny.model_and_params()[0])
-    peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
-    file = tmp_path / "adapter" / peft.WEIGHTS_FILE
+def test_an_adapter_that_is_not_finite_is_named_with_its_file(saved, refused):
+    file = saved / peft.WEIGHTS_FILE
     name, tensor = next(iter(load_file(file).items()))
     save_file(load_file(file) | {name: np.full_like(tensor, np.nan)}, file)
     with refused(peft.WEIGHTS_FILE, name):
-        peft.load(tmp_path / "adapter", lora)
+        peft.load(saved, lora_of(Decoder(tiny.CONFIG)))
 
 
 @pytest.mark.parity
