@@ -21,8 +21,6 @@ tests/models/test_vision.py:
     greedy                         [B, 8], what `generate` writes after the prompts
     picture_0, picture_1 ...       [height, width, 3] uint8, of all prompts in order; counts [B]: how many each has
     positions                      [B, 3, P + C], by get_rope_index, 0 on padding
-    features                       [1 + K, merged tokens, D], in the order of the prompts: in the place of embeddings,
-                                   and for the first K layers
     logits                         [real tokens of prompts and completions, V], rows of the mask in order
     logprobs                       [real completion tokens], without the tokens that stand for images
     norm/..., part/...             of the gradient of the mean of `logprobs`: its norm and some of its numbers, for each
@@ -41,7 +39,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -224,23 +221,7 @@ COMPLETION, IMAGE_NEW_TOKENS = 6, 8
 def build(name: str, seed: int) -> Any:
     """A float32 model with every weight, bias and norm drawn, and two stop ids that its greedy text meets."""
     _, kind, config, _ = MODELS[name]
-    return drawn(kind, config, seed)
-
-
-def drawn(kind: type, config: Any, seed: int) -> Any:
-    """`build` for a class and its config."""
-    generator = torch.Generator().manual_seed(seed)
-    model = kind(config).eval()
-    center = 0 if kind.__name__.startswith("Gemma") else 1  # of a norm's weights
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in parameter_name:
-                parameter.copy_(center + 0.3 * noise)
-            else:
-                parameter.copy_((0.5 if parameter_name.endswith("bias") else 0.2) * noise)
-    inputs = inputs_of(config.vocab_size, seed)
-    model.generation_config = GenerationConfig(pad_token_id=0)
+    model, inputs = drawn(kind, config, seed), inputs_of(config.vocab_size, seed)
     free = generate(model, inputs["tokens_left"], inputs["mask_left"])
     # Two of the tokens that it writes stop it, of which config.json knows one only: as in published checkpoints.
     first = int(free[0, 5])
@@ -252,12 +233,28 @@ def drawn(kind: type, config: Any, seed: int) -> Any:
     return model
 
 
+def drawn(kind: type, config: Any, seed: int) -> Any:
+    """A float32 model with every weight, bias and norm drawn, and without stop ids."""
+    generator = torch.Generator().manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            elif "norm" in name or "ln_q" in name:
+                centered = kind.__name__.startswith("Gemma") and "vision_tower" not in name
+                parameter.copy_((0 if centered else 1) + 0.3 * noise)
+            else:
+                parameter.copy_(0.2 * noise)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
 def other_rope(name: str, seed: int, **rope: Any) -> Any:
     """A model of MODELS with other rope settings, and without stop ids."""
     _, kind, config, _ = MODELS[name]
-    model = drawn(kind, type(config)(**config.to_dict() | ({"rope_parameters": rope} if rope else {})), seed)
-    model.config.eos_token_id, model.generation_config = None, GenerationConfig(pad_token_id=0)
-    return model
+    return drawn(kind, type(config)(**config.to_dict() | ({"rope_parameters": rope} if rope else {})), seed)
 
 
 def inputs_of(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
@@ -283,17 +280,19 @@ def logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return out.logits.numpy()[mask]
 
 
-def generate(model: Any, tokens: np.ndarray, mask: np.ndarray, new_tokens: int = NEW_TOKENS) -> np.ndarray:
+def generate(
+    model: Any, tokens: np.ndarray, mask: np.ndarray, new_tokens: int = NEW_TOKENS, **images: Any
+) -> np.ndarray:
     """Greedy continuations [B, 12], 0 after a stop id. Fails where the choice is too close to call."""
     out = model.generate(
         _ids(tokens), attention_mask=_ids(mask), max_new_tokens=new_tokens, do_sample=False,
-        output_scores=True, return_dict_in_generate=True,
+        output_scores=True, return_dict_in_generate=True, **images,
     )  # fmt: skip
     lead = np.stack([-np.diff(torch.topk(scores, 2).values.numpy())[:, 0] for scores in out.scores], axis=1)
     written = out.sequences.numpy()[:, tokens.shape[1] :]
     stops = np.isin(written, model.generation_config.eos_token_id or [])
     alive = np.cumsum(stops, axis=1) - stops == 0
-    if np.any(stops) and np.min(lead[alive]) < CLEAR:
+    if (np.any(stops) or images) and np.min(lead[alive]) < CLEAR:
         raise ValueError(f"a greedy token leads by {np.min(lead[alive]):.1e} only: choose another seed")
     padded = np.zeros((len(tokens), new_tokens), np.int32)
     padded[:, : written.shape[1]] = written
@@ -308,25 +307,6 @@ def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
     arrays["greedy_left"] = generate(model, arrays["tokens_left"], arrays["mask_left"])
     arrays["greedy_prompts"] = generate(model, arrays["prompts"], np.ones_like(arrays["prompts"], bool))
     return arrays
-
-
-def build_vision(name: str, seed: int) -> Any:
-    """A float32 model that reads images, with every weight, bias and norm drawn, and without stop ids."""
-    _, kind, config = VISION_MODELS[name]
-    generator = torch.Generator().manual_seed(seed)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter_name.endswith("bias"):
-                parameter.copy_(0.5 * noise)
-            elif "norm" in parameter_name or "ln_q" in parameter_name:
-                centered = name == "gemma3" and "vision_tower" not in parameter_name
-                parameter.copy_((0 if centered else 1) + 0.3 * noise)
-            else:
-                parameter.copy_(0.2 * noise)
-    model.generation_config = GenerationConfig(pad_token_id=0)
-    return model
 
 
 def image_inputs(seed: int, squares: bool) -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
@@ -382,10 +362,6 @@ def vision_reference(model: Any, processor: Any, seed: int) -> dict[str, np.ndar
         )
         in_three = positions.numpy()
     arrays["positions"] = np.where(mask[:, None], in_three.transpose(1, 0, 2), 0).astype(np.int32)
-    features = model.model.get_image_features(*(inputs[x] for x in ("pixel_values", "image_grid_thw") if x in inputs))
-    every = [features.pooler_output, *getattr(features, "deepstack_features", ())]
-    flat = [x if torch.is_tensor(x) else torch.cat(list(x)) for x in every]
-    arrays["features"] = torch.stack([x.flatten(0, -2) for x in flat]).detach().numpy()
     logits = model(**inputs, position_ids=positions).logits
     arrays["logits"] = logits.detach().numpy()[mask]
     before = logits[:, arrays["tokens"].shape[1] - 1 : -1].clone()
@@ -399,17 +375,11 @@ def vision_reference(model: Any, processor: Any, seed: int) -> dict[str, np.ndar
             gradient = parameter.grad.numpy()
             arrays[f"norm/{name}"] = np.linalg.norm(gradient.astype(np.float64))
             arrays[f"part/{name}"] = part_of(gradient)
-    prompt = {
-        name: x[:, : arrays["tokens"].shape[1]] if "ids" in name or "mask" in name else x for name, x in inputs.items()
-    }
-    out = model.generate(
-        **prompt, max_new_tokens=IMAGE_NEW_TOKENS, do_sample=False, suppress_tokens=never,
-        output_scores=True, return_dict_in_generate=True,
-    )  # fmt: skip
-    lead = min(float(-np.diff(torch.topk(scores, 2).values.numpy()).max()) for scores in out.scores)
-    if lead < CLEAR:
-        raise ValueError(f"a greedy token leads by {lead:.1e} only: choose another seed")
-    return arrays | {"greedy": out.sequences.numpy()[:, arrays["tokens"].shape[1] :].astype(np.int32)}
+    width = arrays["tokens"].shape[1]
+    with_images = {name: x for name, x in inputs.items() if name in ("pixel_values", "image_grid_thw")}
+    with_images |= {name: x[:, :width] for name, x in inputs.items() if "token_type_ids" in name}
+    greedy = generate(model, arrays["tokens"], arrays["mask"], IMAGE_NEW_TOKENS, suppress_tokens=never, **with_images)
+    return arrays | {"greedy": greedy}
 
 
 def part_of(gradient: np.ndarray) -> np.ndarray:
@@ -420,13 +390,14 @@ def part_of(gradient: np.ndarray) -> np.ndarray:
 
 def save_vision(name: str) -> None:
     """Writes the folder of a model that reads images."""
-    model, folder = build_vision(name, VISION_MODELS[name][0]), FOLDER / name
+    seed, kind, config = VISION_MODELS[name]
+    model, folder = drawn(kind, config, seed), FOLDER / name
     size = {"shortest_edge": (MERGE * PATCH) ** 2, "longest_edge": 64 * (MERGE * PATCH) ** 2}
     processor = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=FRAMES, size=size)
     if name == "gemma3":
         side = SQUARE * MERGE * PATCH
         processor = Gemma3ImageProcessorPil(size={"height": side, "width": side}, image_seq_length=SQUARE**2)
-    arrays = vision_reference(model, processor, VISION_MODELS[name][0])
+    arrays = vision_reference(model, processor, seed)
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     if name == "qwen3_vl_moe":
@@ -440,8 +411,6 @@ def save_vision(name: str) -> None:
 
 def load(folder: Path) -> Any:
     """The model of a folder, in float32."""
-    if folder.name in VISION_MODELS:
-        return AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval()
     return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
 
 

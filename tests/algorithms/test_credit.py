@@ -34,6 +34,10 @@ def at_each_token(token_rewards):
     return token_rewards
 
 
+def at_each_token_of_turns(token_rewards, turn_numbers):
+    return token_rewards
+
+
 def of_lengths(loss_mask):
     return jnp.where(loss_mask, 1.0, 0.0)
 
@@ -106,16 +110,10 @@ def test_a_completion_without_a_verdict_is_not_trained_and_changes_no_other():
     total = np.array([[1.0, np.nan, 0.0]], np.float32)
     rewards = Rewards(total, {"a": total, "b": np.zeros_like(total)})
     weights = {"a": 1.0, "b": 0.0}
-    for advantage in (dict(name="grpo", normalize="group", epsilon=1e-4), dict(name="test_credit.total")):
+    for advantage, least in ((dict(name="test_credit.total"), 0.0), (dict(name="grpo", normalize="none"), -0.5)):
         batch, metrics = assign(advantage, rewards=rewards, weights=weights, batch=Batch(None, None, mask, mask, mask))
         np.testing.assert_array_equal(batch.loss_mask, mask & ~np.isnan(total)[..., None])
-        np.testing.assert_array_equal(batch.advantages[0, 1], [0.0] * 3)
-    pair = Rewards(total[:, ::2], {"a": total[:, ::2], "b": np.zeros((1, 2), np.float32)})
-    of_two = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=pair, weights=weights,
-                    batch=Batch(None, None, *[mask[:, ::2]] * 3))[0]  # fmt: skip
-    batch, _ = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=rewards, weights=weights,
-                      batch=Batch(None, None, mask, mask, mask))  # fmt: skip
-    np.testing.assert_allclose(batch.advantages[:, ::2], of_two.advantages, rtol=1e-5)
+        np.testing.assert_array_equal(batch.advantages[0, :, 0], [1.0 + least, 0.0, least])
     assert metrics["reward/no_verdict"] == pytest.approx(1 / 3)
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["groups/no_signal"]) == (0.5, 0.5, 0.0)
     silent = Rewards(np.full((1, 2), np.nan, np.float32), REWARDS.channels)
@@ -149,6 +147,26 @@ def test_a_loss_gets_the_columns_that_it_asks_for_and_no_others():
     batch, _ = assign({"name": "test_credit.total"}, loss_columns=("old_logprobs",))
     assert (list(batch.columns), batch.old_logprobs) == (["old_logprobs"], None)
     np.testing.assert_array_equal(batch.columns["old_logprobs"], PENALTY)
+
+
+def test_rewards_lie_on_the_ends_of_turns_and_their_sum_stays_the_total():
+    mask = np.array([[[True, True, False, True, True], [True, True, True, False, False]]])
+    nan = np.nan
+    channel, right = np.float32([[0.75, nan]]), np.float32([[2.0, 4.0]])  # the second episode is unscored
+    total = np.float32([[2 * 0.75 + 2.0, 4.0]])
+    rewards = Rewards(
+        total,
+        {"environment.reward": channel, "right": right},
+        turn_numbers=np.int32([[[0, 0, -1, 1, 1], [0, 0, 1, -1, -1]]]),
+        turn_rewards=np.float32([[[nan, 0.5, nan, nan, 0.25], [nan, 1.0, 3.0, nan, nan]]]),
+    )
+    batch, metrics = assign(
+        {"name": "test_credit.at_each_token_of_turns"}, rewards=rewards, batch=Batch(None, None, mask, mask, mask),
+        weights={"environment.reward": 2.0, "right": 1.0}, turn_channel="environment.reward",
+    )  # fmt: skip
+    np.testing.assert_allclose(batch.advantages, [[[0, 1.0, 0, 0, 2.5], [0, 0, 4.0, 0, 0]]])
+    np.testing.assert_allclose(batch.advantages.sum(axis=-1), total)
+    assert metrics["reward/turns"] == pytest.approx(0.75)
 
 
 def test_the_error_of_the_mean_reward_is_that_of_groups():

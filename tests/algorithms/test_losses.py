@@ -198,38 +198,6 @@ def test_what_an_environment_wrote_changes_no_loss_gradient_or_metric(name):
     jax.tree.map(np.testing.assert_array_equal, run(logprobs, batch), run(other, batch))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_loss_is_the_same_on_a_batch_and_on_its_halves(name):
-    """A micro-batch has some prompts, and some completions of a prompt: the others are not in its masks."""
-    logprobs, batch = random_batch(2)
-    whole, _, _ = compiled(name)(logprobs, batch)
-    for here in (np.arange(3) < 2)[:, None, None], (np.arange(5) >= 2)[None, :, None]:
-        x, part = jax.tree.map(lambda array, here=here: array * here, (logprobs, batch))
-        np.testing.assert_allclose(compiled(name)(x, part)[0], whole * here, rtol=1e-9)
-
-
-def numbers(function: Callable, log_ratios: list[float], advantage: float) -> list[float]:
-    """Restated losses of one sequence of log-probability -1 each."""
-    x = [-1.0] * len(log_ratios)
-    return [round(v, 4) for v in function(x, x, [-1 - r for r in log_ratios], [advantage] * len(x))]
-
-
-def test_restated_losses_by_hand():
-    half, double = math.log(0.5), math.log(2.0)
-    assert numbers(ppo_clip, [half, double, 0.0], 1.0) == [-0.5, -1.2, -1.0]
-    assert numbers(ppo_clip, [half, double, 0.0], -1.0) == [0.8, 2.0, 1.0]
-    assert numbers(partial(ppo_clip, delta=1.5), [half, double, 0.0], -1.0) == [0.8, 1.5, 1.0]
-    assert numbers(partial(gspo, low=0.2, high=0.2), [double, double, half, half], 3.0) == [-3.0] * 4
-    assert numbers(partial(gspo, low=0.2, high=0.2), [double, double], 3.0) == [-3.6] * 2
-    assert numbers(partial(gmpo, low=double, high=double), [2 * double, 0.0], 1.0) == [-1.4142] * 2
-    assert numbers(reinforce, [half, double], 2.0) == [2.0, 2.0]
-    assert numbers(partial(cispo, high=0.5), [half, double], 2.0) == [1.0, 3.0]
-    assert numbers(sapo, [0.0, double], 1.0) == [-2.0, round(-4 / (1 + math.exp(-1)), 4)]
-    assert numbers(topr, [double, double], 3.0) == [3.0] * 2
-    assert numbers(topr, [half, 0.0], -2.0) == [-1.0] * 2
-    assert numbers(vespo, [0.0, double], 1.0) == [round(4 * math.exp(-3), 4)] * 2
-
-
 def test_aggregation_equals_its_restatement():
     values, batch = random_batch()
     mask = batch.loss_mask
@@ -246,16 +214,6 @@ def test_aggregation_equals_its_restatement():
         np.testing.assert_allclose(np.sum(weights * values), expected, rtol=1e-5)
         assert not np.any(weights[~mask])
         np.testing.assert_array_equal(aggregate(mask & False, **how), 0)  # nothing is trained
-
-
-def test_aggregation_by_hand():
-    mask = np.zeros(SHAPE, bool)
-    mask[0, 0, :3], mask[0, 1, 0] = True, True
-    by_mode = {"token_mean": (1 / 4, 1 / 4), "sequence_mean": (1 / 6, 1 / 2), "sequence_sum": (1 / 2, 1 / 2)}
-    for mode, expected in (by_mode | {"constant": (1 / 20, 1 / 20)}).items():
-        weights = np.asarray(aggregate(mask, mode=mode, constant_length=10 if mode == "constant" else 0))
-        np.testing.assert_allclose(weights[0, :2, 0], expected, rtol=1e-6)
-        assert weights.sum() == pytest.approx(3 * expected[0] + expected[1])
 
 
 def test_there_is_no_loss_that_these_tests_do_not_know():

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import kl
 from jaxrl_llm.learner import optim
 
-RNG = np.random.default_rng(0)
 
-
-def test_kl_estimators_by_hand_and_their_means():
+def test_kl_estimators_by_hand():
     logprobs, ref = np.log(np.float32([0.5, 0.2])), np.log(np.float32([0.25, 0.4]))
     d = np.log([0.5, 2.0])
     for estimator, expected in {kl.k1: -d, kl.k2: d**2 / 2, kl.k3: np.exp(d) - d - 1}.items():
         np.testing.assert_allclose(jax.jit(estimator)(logprobs, ref), expected, rtol=1e-5)
-    # Over a whole distribution, E_p of k1 and of k3 is the KL itself.
-    p, q = (x / x.sum() for x in RNG.random((2, 20)))
-    true = np.sum(p * np.log(p / q))
-    for estimator in (kl.k1, kl.k3):
-        np.testing.assert_allclose(np.sum(p * estimator(np.log(p), np.log(q))), true, rtol=1e-4)
-
-
-def test_k1_as_a_loss_has_no_gradient_on_policy_where_k2_has_that_of_the_kl():
-    logits, ref = RNG.normal(size=(2, 6)).astype(np.float32)
-
-    @jax.jit
-    def gradients(logits, ref):
-        p, q = jax.nn.softmax(logits), jax.nn.log_softmax(ref)
-
-        def sampled(estimator):  # E over the sampled token of the gradient of its loss term
-            return jax.grad(lambda x: jnp.sum(p * estimator(jax.nn.log_softmax(x), q)))(logits)
-
-        true = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - q)))(logits)
-        return sampled(kl.k1), sampled(kl.k2), true
-
-    of_k1, of_k2, true = gradients(logits, ref)
-    np.testing.assert_allclose(of_k1, 0, atol=1e-6)
-    np.testing.assert_allclose(of_k2, true, atol=1e-6)
 
 
 def test_the_rate_rises_in_warm_up_steps_and_decays_to_its_end():

@@ -9,9 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import advantages, credit
-from jaxrl_llm.machine import meshes
-from jaxrl_llm.structs import Batch, Rewards
+from jaxrl_llm.algorithms import advantages
 
 B, G, C = 3, 5, 12
 
@@ -92,38 +90,6 @@ def by_turn_index(total: np.ndarray, rewards: np.ndarray, numbers: np.ndarray) -
     return np.cumsum(centered[..., ::-1], axis=-1)[..., ::-1]
 
 
-def stopping_episodes(groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Groups whose policy stops at random, and whose return from any turn on does not depend on when it stops.
-
-    The score of an episode is about 1 after the first turn, and is about 2 when it stops. So the return from turn 0 on
-    is about 2, and that from a later turn on about 1, however many turns follow.
-    """
-    rng = np.random.default_rng(4)
-    lengths = np.minimum(rng.geometric(0.4, size=(groups, 6)), 5)
-    index = np.arange(5)
-    numbers = np.where(index < lengths[..., None], index, -1)
-    last = index == lengths[..., None] - 1
-    scores = np.where(last, 2.0, 1.0) + rng.exponential(0.3, size=last.shape)
-    rewards = np.where(numbers >= 0, np.diff(scores, axis=-1, prepend=0.0), 0.0)
-    return rewards.sum(axis=-1), rewards, numbers
-
-
-def test_no_number_of_turns_pays_except_in_the_natural_form():
-    """The expected advantage of a turn must not depend on the number of turns that follow (verl issue 7244)."""
-    total, rewards, numbers = stopping_episodes(20_000)
-    lengths = (numbers >= 0).sum(axis=-1)
-
-    def slopes(found: np.ndarray) -> list[float]:
-        """Returns, for turns 0 to 2, the mean advantage of longer completions minus that of the shortest ones."""
-        parts = [(found[..., t], lengths == t + 1, lengths > t + 1) for t in range(3)]
-        return [float(x[longer].mean() - x[shortest].mean()) for x, shortest, longer in parts]
-
-    for compute in GRPO_TURNS.values():
-        assert np.abs(slopes(np.asarray(compute(total, rewards, numbers)))).max() < 0.02
-    natural = slopes(by_turn_index(total, rewards, numbers))
-    assert max(natural) < -0.3  # each further turn costs the mean reward of a turn
-
-
 def test_the_gradient_of_a_stopping_policy_is_unbiased():
     """A policy with one parameter stops with probability p. The exact gradient follows from all episodes of a group."""
     p, reward, final = 0.4, 0.7, 1.0
@@ -150,19 +116,6 @@ def test_the_gradient_of_a_stopping_policy_is_unbiased():
     total = rewards.sum(axis=-1)
     assert gradient(np.asarray(GRPO_TURNS["none"](total, rewards, numbers))) == pytest.approx(first + second)
     assert gradient(by_turn_index(total, rewards, numbers)) > first + second + 0.1  # it pays for stopping
-
-
-@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.9, 0.8)])
-def test_gae_of_turns_of_one_token_is_gae(factors):
-    rng = np.random.default_rng(5)
-    mask = (np.arange(C) < rng.integers(1, C + 1, (B, G, 1))) & (rng.random((B, G, C)) < 0.7)
-    rewards, values = rng.normal(size=(2, B, G, C))
-    numbers = np.where(mask, np.cumsum(mask, axis=-1) - 1, -1)
-    gamma, lam = factors
-    for normalize in (False, True):
-        fixed = dict(gamma=gamma, lam=lam, normalize=normalize)
-        found = advantages.gae_turns(rewards, numbers, values, mask, **fixed, token_gamma=0.3, token_lam=0.2)
-        np.testing.assert_allclose(found, advantages.gae(rewards, values, mask, **fixed), rtol=1e-9)
 
 
 def test_gae_of_turns_without_discounts_is_gae(turns):
@@ -192,47 +145,6 @@ def test_gae_of_turns_equals_its_restatement(turns):
     filled = [np.where(mask, x, 123.0) for x in (rewards, values)]
     found = advantages.gae_turns(filled[0], numbers, filled[1], mask, **fixed)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
-
-
-def assign(estimator: str, rewards: Rewards, mask: np.ndarray, weight: float = 1.0):
-    function = getattr(advantages, estimator) if hasattr(advantages, estimator) else globals()[estimator]
-    rule = credit.Credit(
-        estimator=advantages.Estimator(estimator, function, ("token_rewards", "turn_numbers")),
-        weights={"environment.reward": weight, "right": 1.0},
-        model_weight=None,
-        overlong_tokens=0,
-        kl=None,
-        returns=None,
-        top_entropy=1.0,
-        updates=1,
-        turn_channel="environment.reward",
-    )
-    made = credit.make_credit(rule, meshes.make_mesh(data=1, fsdp=1, tensor=1))
-    return made(Batch(None, None, mask, mask, mask), {}, rewards, {})
-
-
-def at_each_token(token_rewards, turn_numbers):
-    return token_rewards
-
-
-def test_rewards_lie_on_the_ends_of_turns_and_their_sum_stays_the_total():
-    with jax.enable_x64(False):
-        mask = np.array([[[True, True, False, True, True], [True, True, True, False, False]]])
-        nan = np.nan
-        turn_rewards = np.float32([[[nan, 0.5, nan, nan, 0.25], [nan, 1.0, 3.0, nan, nan]]])
-        channel, right = np.float32([[0.75, nan]]), np.float32([[2.0, 4.0]])  # the second episode is unscored
-        weight = 2.0
-        total = np.float32([[2 * 0.75 + 2.0, 4.0]])
-        rewards = Rewards(
-            total,
-            {"environment.reward": channel, "right": right},
-            turn_numbers=np.int32([[[0, 0, -1, 1, 1], [0, 0, 1, -1, -1]]]),
-            turn_rewards=turn_rewards,
-        )
-        batch, metrics = assign("at_each_token", rewards, mask, weight)
-        np.testing.assert_allclose(batch.advantages, [[[0, 1.0, 0, 0, 2.5], [0, 0, 4.0, 0, 0]]])
-        np.testing.assert_allclose(batch.advantages.sum(axis=-1), total)
-        assert metrics["reward/turns"] == pytest.approx(0.75)
 
 
 def test_an_estimator_that_reads_only_rewards_of_turns_needs_a_reward():

@@ -41,10 +41,7 @@ def of_verl(truth: object) -> dict:
 FORMATS = {  # row -> prompt, answer, and what the banner says
     "TRL's prompts": ({"prompt": SUM, "answer": "3"}, SUM, "3", ""),
     "TRL's conversational prompts": ({"prompt": ASKED, "answer": "3"}, ASKED, "3", ""),
-    "TRL's prompts with completions": ({"prompt": ASKED, "completion": SAID}, ASKED, None, ""),
     "TRL's preferences": ({"prompt": SUM, "chosen": "3", "rejected": "4"}, SUM, None, ""),
-    "TRL's conversational preferences": ({"prompt": ASKED, "chosen": SAID, "rejected": SAID}, ASKED, None, ""),
-    "TRL's unpaired preferences": ({"prompt": SUM, "completion": "3", "label": True}, SUM, None, ""),
     "veRL's": (of_verl("3"), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
     "veRL's with a number": (of_verl(3), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
     "veRL's with several answers": (of_verl(["3", "three"]), ASKED, ["3", "three"],
@@ -143,14 +140,6 @@ def test_a_function_of_verl_gets_the_ground_truth_with_its_own_type(tmp_path, mo
         # An answer that somebody has named is the ground truth.
         (row,) = load_rows(str(tmp_path / "x.jsonl"), columns=Columns(answer_column="ability")).rows
         assert reward_calls.call_reward("f", bound(name), [row], ["3"], [[1]]).metrics["length"] == len(repr("math"))
-
-
-def test_a_row_without_a_ground_truth_is_refused_for_a_function_of_verl(tmp_path, monkeypatch, refused):
-    (tmp_path / "of_verl_truths.py").write_text(OF_VERL)
-    monkeypatch.syspath_prepend(tmp_path)
-    dataset = data.Dataset([], [{"prompt": SUM, "data_source": "x", "solution": "3"}], 0, 1, [1])
-    with refused("of_verl_truths.one", "'answer'", "data.answer_column"):
-        columns.check(dataset, ["of_verl_truths.one"], "data")
 
 
 def test_a_convert_function_wins_over_what_the_columns_say(tmp_path, monkeypatch):

@@ -57,19 +57,6 @@ def test_sources_of_one_size_have_orders_of_their_own():
     assert [x for x in drawn if x < 20] != [x - 20 for x in drawn if x >= 20]
 
 
-def test_a_mixture_set_to_a_state_goes_on_as_the_one_that_gave_it():
-    def draws(turn: int, number: int) -> bool:
-        return (turn + number) % 3 > 0
-
-    first = mixed((3.0, 2.0, 1.0), draws=draws)
-    for _ in range(3):
-        next(first)
-    state = json.loads(json.dumps(first.get_state()))
-    second = mixed((3.0, 2.0, 1.0), draws=draws)
-    second.set_state(state)
-    assert [next(first) for _ in range(5)] == [next(second) for _ in range(5)]
-
-
 def test_what_is_not_drawn_is_replaced_from_the_same_source():
     iterator = mixed((1.0, 1.0, 1.0), draws=lambda turn, number: number % 2 == 0, batch=9)
     drawn = [number for _ in range(6) for number in next(iterator)]
@@ -96,11 +83,18 @@ def test_an_order_column_sorts_each_epoch_of_each_source_and_shuffles_ties(parts
         assert own != other or len(rows) < 5
 
 
-def test_an_order_by_a_column_set_to_a_state_goes_on_as_the_one_that_gave_it():
-    first, second = (order.iterate(22, 5, 0, list, values=VALUES) for _ in range(2))
-    [next(first) for _ in range(6)]
+@pytest.mark.parametrize("kind", ["shuffled", "by a column", "mixed"])
+def test_an_order_set_to_a_state_goes_on_as_the_one_that_gave_it(kind):
+    def make() -> Any:
+        if kind == "mixed":
+            return mixed((3.0, 2.0, 1.0), draws=lambda turn, number: (turn + number) % 3 > 0)
+        return order.iterate(22, 5, 3, list, values=VALUES if kind == "by a column" else None)
+
+    first, second = make(), make()
+    for _ in range(6):
+        next(first)
     second.set_state(json.loads(json.dumps(first.get_state())))
-    assert [next(first) for _ in range(5)] == [next(second) for _ in range(5)]
+    assert [next(first) for _ in range(9)] == [next(second) for _ in range(9)]
 
 
 def loaded(place: Path, lines: dict[str, str], column: str) -> data.Dataset:

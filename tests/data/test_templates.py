@@ -157,39 +157,6 @@ def test_an_answer_to_a_chat_ends_as_the_template_ends_it(name):
     assert data.check_turn_end(of_text, made, {}, (eos,)) is of_text
 
 
-@pytest.mark.parametrize(("name", "given", "form"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
-def test_the_first_turn_and_the_later_ones_begin_alike(name, given, form):
-    family = name.rstrip("0123456789_")
-    made = pool(name, given)
-    dataset = data.tokenize(
-        [row([("3",)])], made.tokenizer, max_prompt_tokens=9999, overlong="error",
-        template_args=given | {"tools": made.schemas},
-    )  # fmt: skip
-    prompt = made.tokenizer.decode(dataset.ids[0])
-    (said,) = answered(made, row([("3",)]), [call("add", a=1) + ENDS[family]])
-    generation = {"qwen": "<|im_start|>assistant\n", "llama": llama([]), "mistral": ""}[family]
-    generation += EMPTY * (given == QUIET)
-    assert prompt.endswith(generation) and said.endswith(generation)
-    assert prompt.endswith(EMPTY) == said.endswith(EMPTY) == (given == QUIET)
-
-
-def test_an_episode_is_the_conversation_that_the_template_would_write():
-    """Where a template leaves earlier turns as they are. Qwen3 does so within an answer if it thinks in each turn."""
-    results = [("5", "14"), ('a "b"\n',)]
-    for name, thought in (("qwen2_5", ""), ("qwen3", "<think>\nhm\n</think>\n\n"), ("llama3_1", "")):
-        made, end = pool(name, {}), ENDS[name.rstrip("0123456789_")]
-        turns = [thought + call("add", a=2), thought + call("add", a="x"), thought + "14"]
-        args = dict(tools=made.schemas, tokenize=False, add_generation_prompt=True)
-        messages = row([])["prompt"]
-        text = made.tokenizer.apply_chat_template(messages, **args)
-        said = answered(made, row(results), [turn + end for turn in turns[:2]])
-        for turn, of_turn, observation in zip(turns, results, said, strict=False):
-            messages = [*messages, {"role": "assistant", "content": turn}]
-            messages += [{"role": "tool", "content": x} for x in of_turn]
-            text += turn + end + observation
-        assert text == made.tokenizer.apply_chat_template(messages, **args), name
-
-
 def test_a_turn_that_a_string_ends_gets_the_end_token_of_the_template_too():
     made = pool("qwen2_5", {})
     (said,) = answered(made, row([("3",)]), [call("add", a=1)])

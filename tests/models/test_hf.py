@@ -5,9 +5,9 @@ draw new weights and run `transformers` itself.
 """
 
 import json
+import re
 import shlex
 import shutil
-import sys
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -31,14 +31,12 @@ from tokenizers import Tokenizer
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import forward, head
 from jaxrl_llm.machine import meshes, sharding, transfers
 from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.vllm import weights
-from jaxrl_llm.structs import Batch, Prompt, Prompts
+from jaxrl_llm.structs import Prompt, Prompts
 
 REFERENCES = Path(__file__).parents[1] / "references"
 NAMES = (
@@ -152,22 +150,13 @@ def rewrite(folder, **changes):
     save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
 
 
-def retype(folder, dtype):
-    """Stores the first tensor of a one-file folder as another dtype of one byte."""
-    name, *_ = tensors_of(folder)
-    rewrite(folder, **{name.replace(".", "__"): np.zeros(tensors_of(folder)[name].shape, np.int8)})
-    file = folder / "model.safetensors"
-    size = int.from_bytes((whole := file.read_bytes())[:8], "little")
-    header = json.loads(whole[8 : 8 + size])
-    header[name]["dtype"] = dtype
-    written = json.dumps(header).encode()
-    file.write_bytes(len(written).to_bytes(8, "little") + written + whole[8 + size :])
+def settle(folder, name, **changes):
+    """Changes entries of a JSON file; ... takes one out."""
+    settings = json.loads((folder / name).read_text()) | changes
+    (folder / name).write_text(json.dumps({k: v for k, v in settings.items() if v is not ...}))
 
 
-def configure(folder, **changes):
-    """Changes entries of config.json; ... takes one out."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+configure = partial(settle, name="config.json")
 
 
 def load(folder, mesh):
@@ -197,34 +186,6 @@ def test_greedy_completions_equal_those_of_transformers_generate(loaded, mesh):
     check_greedy(loaded.folder, loaded.model, loaded.params, loaded.stored, mesh)
 
 
-@families(*RICH)
-def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
-    model, params, stored = loaded.model, loaded.params, loaded.stored
-    vocabulary, group, width = model.cfg.vocab_size, 2, 5
-    rows = ((0, "left"), (2, "right"), (0, "right"), (2, "left"))
-    prompts, prompt_mask = (np.stack([stored[f"{what}_{side}"][i] for i, side in rows]) for what in ("tokens", "mask"))
-    completions = np.random.default_rng(1).integers(0, vocabulary, (len(rows), group, width)).astype(np.int32)
-    mask = np.arange(width) < np.array([[5, 1], [2, 5], [3, 4], [5, 2]])[..., None]
-    monkeypatch.setattr(head, "tokens_at_once", lambda *_: 2 * len(rows) * group)  # the head in three parts
-    score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(temperature=0.7)))
-    logprobs, entropy = transfers.to_host(score(params, Batch(prompts, prompt_mask, completions, mask, mask)))
-
-    flat, flat_mask = np.zeros((len(rows), group, 12), np.int32), np.zeros((len(rows), group, 12), bool)
-    for b, g in np.ndindex(len(rows), group):
-        row = [*prompts[b][prompt_mask[b]], *completions[b, g][mask[b, g]]]
-        flat[b, g, : len(row)], flat_mask[b, g, : len(row)] = row, True
-    logits = flat_forward(model)(params, flat.reshape(-1, 12), flat_mask.reshape(-1, 12))
-    distribution = np.asarray(jax.nn.log_softmax(logits / 0.7)).reshape(*flat.shape, vocabulary)
-    for b, g in np.ndindex(len(rows), group):
-        before, n = prompt_mask[b].sum() - 1, mask[b, g].sum()
-        predicted = distribution[b, g, before : before + n]
-        expected = predicted[np.arange(n), completions[b, g, :n]]
-        np.testing.assert_allclose(logprobs[b, g, :n], expected, rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(entropy[b, g, :n], -(np.exp(predicted) * predicted).sum(-1), rtol=0, atol=TOLERANCE)
-    assert not logprobs[~mask].any()
-    assert not entropy[~mask].any()
-
-
 # ---- stop ids
 
 
@@ -242,18 +203,10 @@ def test_stop_ids_are_those_of_both_configs_and_the_tokenizer(folder, generation
     assert hf.stop_ids(folder, SimpleNamespace(eos_token_id=tokenizer)) == expected
 
 
-@pytest.mark.parametrize("value", ["2", [1, "2"], 2.0, [None]], ids=str)
-def test_a_stop_id_that_is_no_number_is_refused(folder, value, refused):
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with refused("generation_config.json", "eos_token_id", repr(value)):
-        hf.stop_ids(folder, NO_TOKENIZER)
-
-
-@pytest.mark.parametrize("value", [-1, [1, 99999]], ids=str)
+@pytest.mark.parametrize("value", ["2", [1, "2"], 2.0, [None], -1, [1, 99999]], ids=str)
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_a_stop_id_that_the_model_does_not_have_is_refused(folder, file, value, refused):
-    settings = json.loads((folder / file).read_text()) | {"eos_token_id": value}
-    (folder / file).write_text(json.dumps(settings))
+    settle(folder, file, eos_token_id=value)
     with refused(file, "eos_token_id", repr(value)):
         hf.stop_ids(folder, NO_TOKENIZER)
 
@@ -278,6 +231,8 @@ def test_an_older_config_json_means_the_same_model(name, tmp_path):
     scaling = {("type" if key == "rope_type" else key): value for key, value in rope.items() if key != "rope_theta"}
     configure(folder, rope_theta=rope["rope_theta"], rope_scaling=scaling if scaling["type"] != "default" else None)
     configure(folder, rope_parameters=..., dtype=..., torch_dtype="float32")
+    if name == "qwen3_moe":
+        configure(folder, num_local_experts=..., num_experts=6)
     assert hf.load_model(folder).cfg == hf.load_model(REFERENCES / name).cfg
 
 
@@ -329,6 +284,12 @@ UNSUPPORTED = [
     ("qwen2_tied", {"dtype": "float8_e4m3fn"}),
     ("qwen2_tied", {"hidden_act": "gelu"}),
     ("qwen2_tied", {"rms_norm_eps": ...}),
+    ("qwen3_moe", {"mlp_only_layers": [0]}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("qwen3_moe", {"num_experts_per_tok": 9}),
+    ("qwen3_moe", {"moe_intermediate_size": ...}),
+    ("mixtral", {"num_local_experts": "8"}),
+    ("mixtral", {"num_local_experts": ...}),
     *(("qwen2_untied", {"model_type": family}) for family in ("bert", "hf", "decoder", "../qwen2", ...)),
 ]
 
@@ -428,12 +389,13 @@ def test_links_out_of_a_folder_are_exported_only_in_the_hubs_cache(loaded, tmp_p
     assert not any(file.is_symlink() for file in (tmp_path / "saved").iterdir())
 
 
-@pytest.mark.parametrize(("key", "dtype"), [("dtype", "bfloat16"), ("torch_dtype", "float16")])
-def test_a_checkpoint_of_16_bits_is_written_back_as_it_was(folder, mesh, tmp_path, key, dtype):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_checkpoint_of_16_bits_is_written_back_as_it_was_but_adapters(folder, mesh, tmp_path, dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     stored = {name: tensor.astype(kind) for name, tensor in tensors_of(folder).items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    configure(folder, **{"dtype": ..., key: dtype})
+    configure(folder, dtype="torch.float32")  # but the files have 16 bits
+    (folder / "adapter_config.json").write_text("{}")
     _, params = load(folder, mesh)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     query = stored["model.layers.1.self_attn.q_proj.weight"].astype(np.float32)
@@ -443,6 +405,7 @@ def test_a_checkpoint_of_16_bits_is_written_back_as_it_was(folder, mesh, tmp_pat
     written = tensors_of(tmp_path / "saved")
     assert {tensor.dtype for tensor in written.values()} == {kind}
     assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
+    assert not (tmp_path / "saved" / "adapter_config.json").exists()
 
 
 def test_a_stored_copy_of_a_tied_head_is_ignored_and_another_refused(tmp_path, mesh, refused):
@@ -456,26 +419,6 @@ def test_a_stored_copy_of_a_tied_head_is_ignored_and_another_refused(tmp_path, m
         rewrite(folder, lm_head__weight=np.ascontiguousarray(other))
         with refused("lm_head.weight", "model.embed_tokens.weight"):
             load(folder, mesh)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_weight_that_is_not_finite_is_named_with_its_file(folder, mesh, bad, refused):
-    name, tensor = next((name, x) for name, x in tensors_of(folder).items() if "q_proj.weight" in name)
-    tensor = tensor.copy()
-    tensor[-1, -1] = bad
-    rewrite(folder, **{name.replace(".", "__"): tensor})
-    with refused("model.safetensors", name):
-        load(folder, mesh)
-
-
-def test_a_folder_is_written_in_the_dtype_of_its_files_without_adapters(folder, mesh, tmp_path):
-    configure(folder, dtype="torch.bfloat16")  # but the files are float32
-    (folder / "adapter_config.json").write_text("{}")
-    _, params = load(folder, mesh)
-    hf_export.save(tmp_path / "saved", params, folder)
-    written, stored = tensors_of(tmp_path / "saved"), tensors_of(folder)
-    assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
-    assert not (tmp_path / "saved" / "adapter_config.json").exists()
 
 
 def test_the_fingerprint_changes_with_each_tensor_of_a_large_file(tmp_path):
@@ -505,35 +448,16 @@ def test_the_fingerprint_changes_with_a_weight_and_each_file_of_settings(folder)
 
 # ---- on a mesh
 
-# Names as in the table of sharding.RULES, written out here once more: [L, in, out] kernels over fsdp and tensor.
+# The table sharding.RULES, written out here once more: [L, in, out] kernels over fsdp and tensor.
 SPECS = {
     "embed/embedding": P("tensor", "fsdp"),
-    "norm/scale": P(),
     "head/kernel": P("fsdp", "tensor"),
-    "layers/attention_norm/scale": P(),
-    "layers/mlp_norm/scale": P(),
-    "layers/attention_post_norm/scale": P(),
-    "layers/mlp_post_norm/scale": P(),
-    "layers/attention/query_norm/scale": P(),
-    "layers/attention/key_norm/scale": P(),
-    "layers/attention/query/kernel": P(None, "fsdp", "tensor"),
-    "layers/attention/key/kernel": P(None, "fsdp", "tensor"),
-    "layers/attention/value/kernel": P(None, "fsdp", "tensor"),
-    "layers/attention/output/kernel": P(None, "tensor", "fsdp"),
-    "layers/attention/query/bias": P(None, "tensor"),
-    "layers/attention/key/bias": P(None, "tensor"),
-    "layers/attention/value/bias": P(None, "tensor"),
-    "layers/attention/output/bias": P(),
-    "layers/mlp/gate/bias": P(None, "tensor"),
-    "layers/mlp/up/bias": P(None, "tensor"),
-    "layers/mlp/down/bias": P(),
-    "layers/mlp/gate/kernel": P(None, "fsdp", "tensor"),
-    "layers/mlp/up/kernel": P(None, "fsdp", "tensor"),
-    "layers/mlp/down/kernel": P(None, "tensor", "fsdp"),
-    "layers/experts/router/kernel": P(),
-    "layers/experts/gate/kernel": P(None, "tensor", "fsdp"),
-    "layers/experts/up/kernel": P(None, "tensor", "fsdp"),
+    "layers/(attention/(query|key|value)|mlp/(gate|up))/kernel": P(None, "fsdp", "tensor"),
+    "layers/(attention/(query|key|value)|mlp/(gate|up))/bias": P(None, "tensor"),
+    "layers/(attention/output|mlp/down)/kernel": P(None, "tensor", "fsdp"),
+    "layers/experts/(gate|up)/kernel": P(None, "tensor", "fsdp"),
     "layers/experts/down/kernel": P(None, "tensor", None, "fsdp"),
+    ".*norm/scale|layers/(attention/output|mlp/down)/bias|layers/experts/router/kernel": P(),
 }
 ODD_VOCABULARY = {"embed/embedding": P(None, "fsdp"), "head/kernel": P("fsdp", None)}  # 61 tokens over 2 devices
 
@@ -542,10 +466,11 @@ ODD_VOCABULARY = {"embed/embedding": P(None, "fsdp"), "head/kernel": P("fsdp", N
 def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded):
     mesh = meshes.make_mesh(data=2, fsdp=2, tensor=2)
     params = hf.load_params(loaded.folder, loaded.model, mesh)
-    specs = SPECS | (ODD_VOCABULARY if loaded.name == "qwen2_untied" else {})
+    odd = ODD_VOCABULARY if loaded.name == "qwen2_untied" else {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        spec = specs[sharding.path_name(path)]
-        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim), sharding.path_name(path)
+        name = sharding.path_name(path)
+        (spec,) = [odd.get(name, spec) for pattern, spec in SPECS.items() if re.fullmatch(pattern, name)]
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim), name
         split = [size // (2 if axis else 1) for size, axis in zip(leaf.shape, [*spec, None, None, None], strict=False)]
         assert {shard.data.shape for shard in leaf.addressable_shards} == {tuple(split)}
     assert_trees_equal(params, loaded.params)
@@ -561,16 +486,6 @@ def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded
     assert params["embed"]["embedding"].dtype == "bfloat16" and params["norm"]["scale"].dtype == "float32"
 
 
-def test_a_model_on_a_mesh_gives_the_logits_of_transformers():
-    folder = REFERENCES / "qwen2_untied"
-    wide = meshes.make_mesh(data=2, fsdp=2, tensor=2)
-    model, params = load(folder, wide)
-    stored = np.load(folder / "reference.npz")
-    batch = transfers.shard_batch((stored["tokens_left"], stored["mask_left"]), wide)
-    logits = np.asarray(flat_forward(model)(params, *batch))[stored["mask_left"]]
-    np.testing.assert_allclose(logits, stored["logits_left"], rtol=0, atol=TOLERANCE)
-
-
 # ---- what a person can put right is one line that names it
 
 
@@ -584,30 +499,26 @@ def cut_short(name, kept):
     return cut
 
 
-def another_layer(folder):
-    rewrite(folder, model__layers__0__self_attn__o_proj__bias=np.zeros(32, np.float32))
-
-
-def another_shape(folder):
-    rewrite(folder, model__layers__2__self_attn__k_proj__weight=np.zeros((32, 16), np.float32))
-
-
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = sorted(file.name for file in (REFERENCES / "qwen3_untied").glob("*.safetensors"))[2]
 BROKEN = {  # folder, what is done to it, and what the line names
-    "all cut": ("qwen2_untied", cut_short(ONE, 0), ONE),
     "cut in its header": ("qwen2_untied", cut_short(ONE, 100), ONE),
-    "half cut": ("qwen2_untied", cut_short(ONE, 0.5), ONE),
     "last byte cut": ("qwen2_untied", cut_short(ONE, -1), ONE),
     "no tensor": ("qwen2_untied", partial(rewrite, model__layers__1__mlp__up_proj__weight=None),
                   "model.layers.1.mlp.up_proj.weight"),
     "no head": ("qwen2_untied", partial(rewrite, lm_head__weight=None), "lm_head.weight"),
-    "another shape": ("qwen2_untied", another_shape, "model.layers.2.self_attn.k_proj.weight"),
-    "weights of 8 bits": ("qwen2_untied", partial(retype, dtype="F8_E4M3"), "F8_E4M3"),
-    "whole numbers": ("qwen2_untied", partial(retype, dtype="I8"), "I8"),
+    "another shape":
+        ("qwen2_untied", partial(rewrite, model__norm__weight=np.zeros((32, 1), np.float32)), "model.norm.weight"),
+    "a number that is none":
+        ("qwen2_untied", partial(rewrite, model__norm__weight=np.float32([1.0] * 31 + [np.nan])), "model.norm.weight"),
+    "no finite number":
+        ("qwen2_untied", partial(rewrite, model__norm__weight=np.float32([1.0] * 31 + [np.inf])), "model.norm.weight"),
+    "weights of 8 bits":
+        ("qwen2_untied", partial(rewrite, model__norm__weight=np.zeros(32, ml_dtypes.float8_e4m3fn)), "F8_E4M3"),
     "more layers": ("qwen2_untied", partial(configure, num_hidden_layers=4), "model.layers.3."),
     "fewer layers": ("qwen2_untied", partial(configure, num_hidden_layers=2), "model.layers.2."),
-    "another tensor": ("qwen2_untied", another_layer, "model.layers.0.self_attn.o_proj.bias"),
+    "another tensor":
+        ("qwen2_untied", partial(rewrite, model__norm__bias=np.zeros(32, np.float32)), "model.norm.bias"),
     "another family": ("qwen2_untied", partial(configure, model_type="qwen3", head_dim=8), "_norm.weight"),
     "no config": ("qwen2_untied", lambda folder: (folder / "config.json").unlink(), "config.json"),
     "no folder": ("qwen2_untied", shutil.rmtree, "TMP"),
@@ -618,7 +529,6 @@ BROKEN = {  # folder, what is done to it, and what the line names
     "config cut": ("qwen3_untied", cut_short("config.json", 20), "config.json"),
     "stop ids cut": ("qwen3_untied", cut_short("generation_config.json", 20), "generation_config.json"),
     "index cut": ("qwen3_untied", cut_short(INDEX, 20), INDEX),
-    "empty index": ("qwen3_untied", cut_short(INDEX, 0), INDEX),
     "binary": ("qwen3_untied", lambda folder: (folder / INDEX).write_bytes(b"\xff\xfe\x00"), INDEX),
 }  # fmt: skip
 
@@ -643,29 +553,15 @@ def test_a_vision_model_without_support_is_refused_with_families_that_have_it(wo
     wording(hf._unsupported_family("bert", {}, ["llama"]))
 
 
-def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, monkeypatch, refused):
+def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, refused):
     folder = tmp_path / "it's a model"
     folder.mkdir()
     (folder / "pytorch_model-00001-of-00002.bin").touch()
     with refused("python -c") as caught:
         hf.weight_files(folder)
     said = str(caught.value)
-    program, option, code = shlex.split(said[said.index("python -c") :])
-    assert (program, option) == ("python", "-c")
-    made = {}
-
-    class Model:
-        def save_pretrained(self, to: str) -> None:
-            made["to"] = to
-
-        @classmethod
-        def from_pretrained(cls, path: str, dtype: str) -> "Model":
-            made["of"] = (path, dtype)
-            return cls()
-
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=Model))
-    exec(code, {})
-    assert made == {"of": (str(folder), "auto"), "to": str(folder)}
+    *program, code = shlex.split(said[said.index("python -c") :])
+    assert program == ["python", "-c"] and compile(code, "", "exec") and repr(str(folder)) in code
 
 
 def test_a_folder_of_verls_shards_comes_with_the_command_that_merges_them(tmp_path, refused):
@@ -707,11 +603,6 @@ def test_a_repository_of_adapters_is_refused(tmp_path, monkeypatch, refused):
         hf.find_checkpoint("lab/x")
 
 
-def test_a_hub_id_that_cannot_be_fetched_is_refused():
-    with pytest.raises(UserError, match="no-such-organization/no-such-model"):
-        hf.find_checkpoint("no-such-organization/no-such-model")
-
-
 def test_a_folder_without_a_tokenizer_is_refused(folder, refused):
     # transformers makes an empty one out of config.json: every prompt would be encoded as nothing.
     with refused(str(folder), "tokenizer.json"):
@@ -726,11 +617,6 @@ def qwen(tmp_path):
     """Qwen2's config.json and a byte-level tokenizer, of fewer tokens than the model has."""
     write_qwen(tmp_path)
     return tmp_path
-
-
-def settle(folder, name, **changes):
-    settings = json.loads((folder / name).read_text()) | changes
-    (folder / name).write_text(json.dumps({k: v for k, v in settings.items() if v is not ...}))
 
 
 def test_a_tokenizer_that_is_not_qwens_splits_text_as_its_file_says(qwen):

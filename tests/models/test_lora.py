@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,6 +17,7 @@ import pytest
 import tiny
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
+from test_steps import numbers, written
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm import train
@@ -25,8 +26,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.configs.ppo import with_critic
-from jaxrl_llm.learner import optim, update
-from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.learner import update
 from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models import hf, hf_export, names, peft
 from jaxrl_llm.models.adapters import Adapters, merge_adapters, quantize_int8
@@ -63,6 +63,10 @@ close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
     return dict(hf_export.tensors(params, names.family_table("qwen2"), np.float32))
+
+
+def placed(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    return jax.device_put(tree, sharding.shardings(tree, mesh))
 
 
 def kept(lora: Adapters, params: PyTree) -> PyTree:
@@ -111,22 +115,23 @@ def test_a_policy_with_new_adapters_says_exactly_what_its_base_says():
     ("targets", "base_dtype", "remat"),
     [("q_proj|mlp.down", "int8", "none"), pytest.param("_proj", "", "dots", marks=pytest.mark.slow)],
 )
-def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targets, base_dtype, remat):
+def test_values_and_gradients_on_a_mesh_are_those_through_merged_kernels(targets, base_dtype, remat):
     model, params = tiny.model_and_params(dataclasses.replace(tiny.CONFIG, remat=remat), scale=2.0)
-    lora = lora_of(model, targets=targets, base_dtype=base_dtype)
+    on_mesh = Decoder(model.cfg, mesh := tiny.mesh_of((2, 2, 2)))
+    lora = lora_of(on_mesh, targets=targets, base_dtype=base_dtype)
     base, adapters = kept(lora, params), drawn(lora)
     assert base_dtype == "" or all((a != b).any() for a, b in _kernels(merge_adapters(base), params))
     assert len(jax.tree.leaves(adapters)) == {"_proj": 14, "q_proj|mlp.down": 4}[targets]
     weights = np.random.default_rng(3).normal(size=(tiny.B, tiny.P, 32)).astype(np.float32)
 
-    def total(whole, adapters):
+    def total(model, whole, adapters):
         states = hidden(model, whole(adapters))
         return jnp.sum(states * weights), states
 
-    (ours, states), (theirs, expected) = (
-        jax.jit(jax.grad(partial(total, whole), has_aux=True))(adapters)
-        for whole in (partial(lora.combine, base), partial(by_hand, merge_adapters(base), scale=lora.kind.scale))
-    )
+    gradient = lambda *of: jax.jit(jax.grad(partial(total, *of), has_aux=True))  # noqa: E731
+    ours, states = gradient(on_mesh, partial(lora.combine, placed(base, mesh)))(placed(adapters, mesh))
+    merged = partial(by_hand, merge_adapters(base), scale=lora.kind.scale)
+    theirs, expected = gradient(model, merged)(adapters)
     close(states, expected, atol=1e-4)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(b).max() > 1e-2
@@ -140,33 +145,6 @@ def _kernels(*trees: PyTree) -> list[tuple[jax.Array, ...]]:
     return [tuple(x for _, x in each) for each in together if sharding.path_name(each[0][0]).endswith("kernel")]
 
 
-def learner_of(model: Decoder, params: PyTree, adamw: optim.Optimizer, microbatch: int) -> tuple:
-    """A learner of adapters on these parameters or shapes, and its adapters."""
-    lora, mesh = lora_of(model), model.mesh
-    place = lambda tree: jax.device_put(tree, sharding.shardings(tree, mesh))  # noqa: E731
-    objective = update.policy_objective(model, losses.ppo_clip, Sampling())
-    aggregate = partial(losses.aggregation_weights, mode="token_mean")
-    return update.make_learner(
-        objective, adamw, lora.shapes, lambda: place(drawn(lora)), mesh, microbatch=microbatch, aggregate=aggregate,
-        base=update.FrozenBase(params, lora.combine),
-    ), lora  # fmt: skip
-
-
-@cache
-def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, packed: tuple = ()):
-    """Adapters, norm of the gradient and base after one optimizer step, on the host."""
-    mesh, (_, params), whole = tiny.mesh_of(shape), tiny.model_and_params(), tiny.batch()
-    base = jax.device_put(params, sharding.shardings(params, mesh))
-    learner, lora = learner_of(Decoder(tiny.CONFIG, mesh), base, tiny.optimizer(weight_decay=0.1), microbatch)
-    if packed:
-        whole = dataclasses.replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), tiny.C, packed))
-    state, metrics = learner.update(learner.init(), transfers.shard_batch(whole, mesh), jnp.arange(tiny.B))
-    return state.params, metrics["grad_norm"], transfers.to_host(base), lora
-
-
-ON_A_MESH = (2, 2, 2), 4, (1, 10)
-
-
 def test_rank_and_alpha_are_a_section_of_adapters(refused):
     c = configs.load("grpo")
     c.adapters = ConfigDict(dict(rank=8, alpha=16.0))
@@ -178,19 +156,9 @@ def test_rank_and_alpha_are_a_section_of_adapters(refused):
     assert dataclasses.asdict(Lora(rank=16, alpha=32.0)) | {"name": "lora"} == shipped
 
 
-@pytest.mark.slow
-def test_micro_batches_of_packed_rows_on_a_mesh_change_no_adapter():
-    one, other = one_update(), one_update(*ON_A_MESH)
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), one[0], drawn(one[3]))
-    assert min(jax.tree.leaves(moved)) > 1e-5  # all of them learn
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), one[0], transfers.to_host(other[0]))
-    # A norm of float32 sums in another order; ratios far from 1 multiply their rounding. One processor has 2e-4.
-    np.testing.assert_allclose(one[1], other[1], rtol=4e-4)
-    jax.tree.map(np.testing.assert_array_equal, other[2], transfers.to_host(tiny.model_and_params()[1]))  # the base
-
-
 def test_adapters_are_sharded_as_their_kernels_and_saved_whole(tmp_path):
-    adapters, _, _, lora = one_update(*ON_A_MESH)
+    lora = lora_of(Decoder(tiny.CONFIG, mesh := tiny.mesh_of((2, 2, 2))))
+    adapters = placed(drawn(lora), mesh)
     specs = {name: leaf.sharding.spec for name, leaf in adapters["layers"]["mlp"]["down"].items()}
     assert specs == {"lora_a": jax.P(None, "tensor", None), "lora_b": jax.P(None, None, "fsdp")}
     assert adapters["layers"]["attention"]["query"]["lora_a"].sharding.spec == jax.P(None, "fsdp", None)
@@ -206,7 +174,12 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
     size = sum(x.size for x in jax.tree.leaves(model.shapes)) * 4
     of = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     base = jax.tree.map(of, model.shapes, sharding.shardings(model.shapes, mesh))
-    learner, _ = learner_of(model, base, tiny.optimizer(), 1)
+    objective, lora = update.policy_objective(model, losses.ppo_clip, Sampling()), lora_of(model)
+    aggregate = partial(losses.aggregation_weights, mode="token_mean")
+    learner = update.make_learner(
+        objective, tiny.optimizer(), lora.shapes, lambda: drawn(lora), mesh, microbatch=1, aggregate=aggregate,
+        base=update.FrozenBase(base, lora.combine),
+    )  # fmt: skip
     memory = learner.program_of("", learner.shapes, tiny.batch(), jnp.arange(tiny.B)).compile().memory_analysis()
     assert memory.argument_size_in_bytes < 1.1 * size
     assert memory.temp_size_in_bytes < 1.9 * size, memory
@@ -250,11 +223,6 @@ def config_of(**changes: object):
     return config.lock()
 
 
-def numbers(workdir: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_second"} for r in lines]
-
-
 def run_of(config: ConfigDict, workdir: Path) -> Path:
     for _ in train.steps(config, workdir):
         pass
@@ -268,7 +236,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_the_kl_of_the_first_step_is_exactly_0_and_a_checkpoint_holds_no_base(whole):
-    assert [record["kl/ref"] > 0 for record in numbers(whole)] == [False, True]
+    assert [record["kl/ref"] > 0 for record in numbers(written(whole))] == [False, True]
     saved = jax.tree.leaves(SavedRun(whole).params(2))
     kernels = 14 * 4 * 128 * 2  # kernels with a side of the width in 4 layers, rank 2
     assert kernels / 2 < sum(leaf.size for leaf in saved) < 4 * kernels
@@ -292,13 +260,13 @@ def test_the_folders_of_a_run_are_base_plus_adapters(whole):
 @pytest.mark.slow
 def test_a_run_with_a_base_in_int8_is_resumed_and_saves_what_it_sampled_from(whole, tmp_path):
     config = config_of(**{"adapters.base_dtype": "int8", "model.dtype": "float32"})
-    ours, theirs = numbers(run_of(config, tmp_path / "run")), numbers(whole)
+    ours, theirs = numbers(written(run_of(config, tmp_path / "run"))), numbers(written(whole))
     assert [record["kl/ref"] > 0 for record in ours] == [False, True]
     assert max(record["sampler/gap_max"] for record in ours) < 1e-3
     assert [record["kl/ref"] for record in ours] != [record["kl/ref"] for record in theirs]
     shutil.copytree(tmp_path / "run", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "2")
-    assert numbers(run_of(config, tmp_path / "again")) == ours
+    assert numbers(written(run_of(config, tmp_path / "again"))) == ours
     run, mesh = SavedRun(tmp_path / "run"), tiny.mesh_of((1, 1, 1))
     with run.model_folder(2) as folder:
         model = hf.load_model(folder, mesh)
@@ -328,7 +296,7 @@ def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp
     before = tensors_of(hf.load_params(whole / "hf", *_of(whole / "hf")))
     for steps in (1, 2):
         run_of(config_of(**changes | {"num_steps": steps}), tmp_path / "run")
-    assert [record["kl/ref"] for record in numbers(tmp_path / "run")] == [0.0] * 2
+    assert [record["kl/ref"] for record in written(tmp_path / "run")] == [0.0] * 2
     after = tensors_of(hf.load_params(tmp_path / "run" / "hf", *_of(whole / "hf")))
     jax.tree.map(close, before, after)
     run, other = SavedRun(whole), tmp_path / "other"
@@ -363,7 +331,7 @@ def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(t
                 pass
             jax.tree.map(np.testing.assert_array_equal, before, critic.base.params)
     assert sizes["critic"] == sizes["policy"] + 128 + 1  # the readout
-    records = numbers(tmp_path / "run")
+    records = written(tmp_path / "run")
     assert len({record["critic/loss/total"] for record in records}) == 3
     assert [record["kl/ref"] > 0 for record in records] == [False, True, False]
 
@@ -447,6 +415,14 @@ def test_adapters_of_the_user_are_resumed_and_exported_merged(scales, tmp_path, 
         export.main()
 
 
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A folder of adapters of all kernels."""
+    lora = lora_of(Decoder(tiny.CONFIG))
+    peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
+    return tmp_path / "adapter"
+
+
 def test_targets_that_name_no_kernel_are_told_what_there_is(refused):
     with refused("targets", "self_attn.k_proj", "mlp.up_proj"):
         lora_of(tiny.model_and_params()[0], targets="c_attn")
@@ -459,14 +435,12 @@ def test_targets_that_name_no_kernel_are_told_what_there_is(refused):
         ("init_lora_weights", "pissa_niter_4"),
     ],
 )  # fmt: skip
-def test_a_folder_of_other_adapters_is_refused(field, value, tmp_path, refused):
-    model, _ = tiny.model_and_params()
-    peft.save(tmp_path / "adapter", drawn(lora_of(model)), lora_of(model), "base")
-    file, ours = tmp_path / "adapter" / peft.SETTINGS_FILE, {field: value} if field in LORA else {}
+def test_a_folder_of_other_adapters_is_refused(field, value, saved, refused):
+    file, ours = saved / peft.SETTINGS_FILE, {field: value} if field in LORA else {}
     if not ours:
         file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with refused(f"config.adapters.{field}" if ours else str(value) if field == "init_lora_weights" else field):
-        peft.load(tmp_path / "adapter", lora_of(model, **ours))
+        peft.load(saved, lora_of(Decoder(tiny.CONFIG), **ours))
 
 
 def test_adapters_outside_of_the_layers_are_told_from_missing_ones(tmp_path, refused):
@@ -481,14 +455,12 @@ def test_adapters_outside_of_the_layers_are_told_from_missing_ones(tmp_path, ref
         peft.load(tmp_path / "adapter", lora_of(model))
 
 
-def test_an_adapter_that_is_not_finite_is_named_with_its_file(tmp_path, refused):
-    lora = lora_of(tiny.model_and_params()[0])
-    peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
-    file = tmp_path / "adapter" / peft.WEIGHTS_FILE
+def test_an_adapter_that_is_not_finite_is_named_with_its_file(saved, refused):
+    file = saved / peft.WEIGHTS_FILE
     name, tensor = next(iter(load_file(file).items()))
     save_file(load_file(file) | {name: np.full_like(tensor, np.nan)}, file)
     with refused(peft.WEIGHTS_FILE, name):
-        peft.load(tmp_path / "adapter", lora)
+        peft.load(saved, lora_of(Decoder(tiny.CONFIG)))
 
 
 @pytest.mark.parity

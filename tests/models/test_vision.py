@@ -458,9 +458,6 @@ def test_adapters_stand_beside_text_layers_and_have_the_names_of_modules(loaded,
     assert [bool(re.fullmatch(settings["exclude_modules"], name)) for name in modules] == [True, False]
     close(peft.load(tmp_path / "adapters", adapters), params)
     combined = adapters.combine(loaded.params, params)
-    (_, (before, _)), _ = scored(loaded.model)(loaded.params, loaded.batch())
-    score = jax.jit(partial(forward.completion_logprobs, loaded.model, sampling=Sampling()))
-    assert np.max(np.abs(score(combined, loaded.batch())[0] - before)) > 0.01
     original = load_file(loaded.folder / "model.safetensors")
     table = names.matching_table(loaded.folder.name, original)
     merged = dict(hf_export.tensors(combined, table, np.float32))
@@ -501,12 +498,7 @@ def test_the_published_config_of_gemma_3_4b_leaves_out_most_and_is_read():
     assert (cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.vocab_size, cfg.norm_eps) == (8, 4, 256, 262_208, 1e-6)
     assert cfg.tied_head and cfg.window == 1024 and cfg.local.index(False) == 5
     assert cfg.rope.frequencies[0] == 1 / 8 and cfg.local_rope.frequencies[0] == 1.0
-    assert (cfg.vision.merge_size, cfg.vision.position_grid, cfg.vision.bidirectional_tokens, cfg.hidden_tokens) == (
-        4,
-        64,
-        256,
-        (262_144,),
-    )
+    assert (cfg.vision.merge_size, cfg.vision.bidirectional_tokens, cfg.hidden_tokens) == (4, 256, (262_144,))
     assert Decoder(cfg).size() == 4_300_079_472
 
 

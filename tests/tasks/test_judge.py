@@ -225,12 +225,6 @@ def test_a_rubric_is_one_question_and_its_reward_a_weighted_mean():
     assert 'like this: {"right": 5.0, "short": 2.0}' in question and "user: 2 + 2?" in question
 
 
-def test_a_failed_verdict_of_a_rubric_is_tried_again():
-    with serving(lambda question, tries: by_json(question, tries) if tries == 2 else (503, "")) as server:
-        found, seen = judged(server, criteria=CRITERIA, retries=1)
-    assert (None not in found, seen["tries"]) == (True, 2.0)
-
-
 def test_each_row_may_have_a_rubric_and_one_without_abstains():
     """Criteria without names, whose weights below 0 take points away, as in HealthBench."""
     rubrics = [
