@@ -210,9 +210,14 @@ ON_THE_JUDGE = {
     "a variable with another value at each look": LINK + "import itertools\nown, add = harness(), 3\nown.objects.append(lambda a, b: 7)\nanswer = own.answer\n"
     "looks = itertools.cycle([['mine', 0], ['list', 3], ['yours', 0], ['type', 'int'], ['error', 0, 'add', ['type', 'ValueError']], 3])\n"
     "own.answer = lambda kind, more: ['value', next(looks)] if kind == 'variable' else answer(kind, more)",
+    "an exit without a failure": "import sys\nsys.exit(0)", "an exit by a shorter name": "exit()",
+    "assertions that fail nothing": "import builtins\nclass E(Exception): pass\nbuiltins.AssertionError = E\n"
+    "import unittest\nunittest.TestCase.assertEqual = lambda *x: None\ndef add(a, b): return 7",
+    "code in a pickle": "class A:\n    def __reduce__(self): return exec, ('raise SystemExit',)\n" + OBJECT,
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip
 TESTS = [
+    ["add", False, [1, 2], 3],  # a call with its result
     "assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)",
     "assert add('a', 'b').startswith('a')", "assert {'a'}.issubset(add(['a'], []))", "assert len(add([1], [2])) == 2",
     "assert all(map(lambda i: add(i, 1) == i + 1, range(3)))", "assert float(add(1, 2)) == 3",
@@ -276,6 +281,8 @@ HONEST = [
     ("from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\ndef f(): return P(1)", "assert f() == (1,)"),
     ("import enum\nclass E(enum.IntEnum):\n    a = 3\ndef f(): return E.a", "assert f() == 3"),
     ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\ndef f(x): return P(x)", "assert f(3).x == 3 and P(2).x == 2"),
+    ("def f(d, s): d['a'] = 1; s.add(2)", "d, s = {}, set()\nf(d, s)\nassert d == {'a': 1} and s == {2}"),
+    ("def f(): return 1e999, {1, 2}, None", "assert f() == (float('inf'), {1, 2}, None)"),
     (KLASS, "s = Stack(1)\ns.push(2).push(3)\nassert len(s) == 3 and s.pop() == 3 and s.items == [1, 2] and s.count == 2"),
     (KLASS, "s = Stack(1, 2)\nassert str(s) == '[1, 2]' and list(s) == [1, 2] and s[0] == 1 and 2 in s and 3 not in s"),
     ("class Node:\n    def __init__(self, x): self.val, self.next = x, None\ndef f():\n    a = Node(1)\n    a.next = Node(2)\n    return a", "a = f()\nassert a.val == 1 and a.next.val == 2 and a.next.next is None\nb = Node(5)\nb.next = a\nassert b.next.val == 1"),
