@@ -167,29 +167,21 @@ def test_a_pod_has_the_exit_status_of_its_trainer_or_75(tmp_path, trainer, settl
     assert start_pod(tmp_path, trainer, SETTLED=str(settled)).wait(120) == status
 
 
-def test_a_pod_gets_the_variables_of_a_file_as_a_secret(desk):
+def test_kubectl_gets_the_manifest_of_the_dry_run_and_a_file_as_a_secret(desk):
+    kubectl = 'echo "$*" >> "$CLOUD/kubectl"; case "$1" in create) echo "kind: Secret" ;; *) cat ;; esac'
+    executable(desk.bin / "kubectl", kubectl)
+    command = [LAUNCH / "gke_jobset.sh", *JOBSET, *DISKS[0].split()]
+    # `desk.run` gives no input: the manifest must come from the script.
+    assert desk.run(*command) == (0, manifest_text(tuple(DISKS[0].split())))
+    assert desk.lines("kubectl") == ["apply -f -"]
     file = desk.checkout / "mine.env"
     file.write_text("HF_TOKEN=hf_1\n")
-    executable(
-        desk.bin / "kubectl",
-        'echo "$*" >> "$CLOUD/kubectl"; case "$1" in create) echo "kind: Secret" ;; *) cat ;; esac',
-    )
-    code, out = desk.run(desk.checkout / "launch" / "gke_jobset.sh", *JOBSET, "--bucket", "b", "--env-file", file)
-    assert code == 0
-    secret, jobset = out.split("---\n") if "---" in out else out.split("\n", 1)
-    assert secret.strip() == "kind: Secret" and "hf_1" not in out
-    trainer = pod_of(yaml.safe_load(jobset))["containers"][0]
+    status, out = desk.run(*command, "--env-file", file)
+    assert status == 0 and out.startswith("kind: Secret\n") and "hf_1" not in out
+    (trainer,) = pod_of(yaml.safe_load(out.removeprefix("kind: Secret\n")))["containers"]
     assert trainer["envFrom"] == [{"secretRef": {"name": "grpo-env"}}]
-    assert f"--from-env-file={file}" in (desk.cloud / "kubectl").read_text()
     assert "envFrom" not in pod_of(manifest())["containers"][0]
-
-
-def test_kubectl_gets_the_manifest_that_the_dry_run_prints(desk):
-    executable(desk.bin / "kubectl", 'echo "$*" > "$CLOUD/log"; cat > "$CLOUD/manifest"')
-    # `desk.run` gives no input: the manifest must come from the script.
-    assert desk.run(LAUNCH / "gke_jobset.sh", *JOBSET, *DISKS[0].split())[0] == 0
-    assert (desk.cloud / "manifest").read_text() == manifest_text(tuple(DISKS[0].split()))
-    assert desk.lines("log") == ["apply -f -"]
+    assert f"--from-env-file={file}" in (desk.cloud / "kubectl").read_text()
 
 
 SLURM = LAUNCH / "slurm.sbatch"
