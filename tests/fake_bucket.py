@@ -1,6 +1,6 @@
 """A stand-in for Cloud Storage: objects are files, FOLDER/BUCKET/OBJECT, behind the JSON API that its clients speak.
 
-TensorStore speaks with the server, and so does gcsfs where it is installed; elsewhere fsspec gets `FakeFileSystem`.
+TensorStore speaks with the server, and fsspec does so by `FakeFileSystem`.
 `python -m fake_bucket PROGRAM ARGUMENTS` runs a program as `jaxrl` does, in such a world.
 """
 
@@ -11,14 +11,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import fsspec
@@ -26,7 +25,7 @@ import httpx
 from fsspec import AbstractFileSystem
 from orbax.checkpoint._src.path import gcs_utils
 
-URL = "STORAGE_EMULATOR_HOST"  # environment variable, which gcsfs and google.cloud read too
+URL = "STORAGE_EMULATOR_HOST"  # environment variable, which google.cloud reads too
 Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -41,14 +40,13 @@ def failed(status: int) -> Answer:
 class BucketHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: BucketServer
-    uploads: ClassVar[list[tuple[str, bytearray, dict[str, str]]]] = []  # in parts: object, bytes, condition
 
     def log_message(self, *words: Any) -> None:
         pass
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        status, headers, content = self.batch(body) if self.path.startswith("/batch") else self.one(body)
+        status, headers, content = self.answer(body)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -58,49 +56,30 @@ class BucketHandler(BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_DELETE = do_GET
 
-    def one(self, body: bytes) -> Answer:
-        return self.answer(self.command, self.path, self.headers, body)
-
-    def batch(self, body: bytes) -> Answer:
-        """Answers several requests, by which gcsfs deletes objects."""
-        boundary, parts = re.search('boundary="?([^";]+)', self.headers["Content-Type"])[1].encode(), b""
-        for i, part in enumerate(body.split(b"--" + boundary)[1:-1], 1):
-            method, url = re.search(r"([A-Z]+) (\S+) HTTP", part.decode()).groups()
-            status, _, content = self.answer(method, url, {}, b"")
-            parts += f"--x\r\nContent-Type: application/http\r\nContent-ID: <response-{i}>\r\n\r\n".encode()
-            parts += f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content + b"\r\n"
-        return 200, {"Content-Type": "multipart/mixed; boundary=x"}, parts + b"--x--\r\n"
-
-    def answer(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        url = urlsplit(url)
+    def answer(self, body: bytes) -> Answer:
+        url = urlsplit(self.path)
         asked = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-        place = re.fullmatch(r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/(o)(?:/(.*))?)?", url.path)
+        place = re.fullmatch(r"(/upload)?(?:/download)?/storage/v1/b/([^/]+)/o(?:/(.*))?", url.path)
         root = self.server.folder / place[2]
         if not root.is_dir():
             return failed(404)
-        if not place[3]:
-            return answer(200, {"kind": "storage#bucket", "name": place[2], "id": place[2]})
         with self.server.lock:
             if place[1] == "/upload":
-                return self.upload(root, asked, headers, body)
-            return (
-                self.known(method, root / unquote(place[4]), asked, headers) if place[4] else self.listed(root, asked)
-            )
+                return self.upload(root / asked["name"], asked, body)
+            return self.known(root / unquote(place[3]), asked) if place[3] else self.listed(root, asked)
 
-    def known(self, method: str, file: Path, asked: dict[str, str], headers: Mapping[str, str]) -> Answer:
+    def known(self, file: Path, asked: dict[str, str]) -> Answer:
         if not file.is_file():
             return failed(404)
         generation, content = str(file.stat().st_mtime_ns), file.read_bytes()
-        if asked.get("ifGenerationNotMatch") == generation:
-            return failed(304)
-        if method == "DELETE":
+        if self.command == "DELETE":
             self.server.changes(f"DELETE {self.about(file)['name']}")
             file.unlink()
             return 204, {}, b""
         if asked.get("alt") != "media":
             return answer(200, self.about(file))
         status, extra = 200, {"x-goog-generation": generation, "Content-Type": "application/octet-stream"}
-        if part := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range") or ""):
+        if part := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers["Range"] or ""):
             size = len(content)
             first = int(part[1]) if part[1] else size - int(part[2])
             last = min(int(part[2]), size - 1) if part[1] and part[2] else size - 1
@@ -108,30 +87,11 @@ class BucketHandler(BaseHTTPRequestHandler):
             extra["Content-Range"] = f"bytes {first}-{last}/{size}"
         return status, extra, content
 
-    def upload(self, root: Path, asked: dict[str, str], headers: Mapping[str, str], body: bytes) -> Answer:
-        if asked["uploadType"] == "media":
-            name, content, condition = asked["name"], body, asked
-        elif asked["uploadType"] == "multipart":
-            boundary = re.search('boundary="?([^";]+)', headers["Content-Type"])[1].encode()
-            _, head, *rest = body.split(b"--" + boundary)
-            name = json.loads(re.split(rb"\r?\n\r?\n", head, maxsplit=1)[1])["name"]
-            content, condition = re.split(rb"\r?\n\r?\n", rest[0], maxsplit=1)[1].removesuffix(b"\n"), asked
-        elif "upload_id" not in asked:
-            self.uploads.append((asked.get("name") or json.loads(body)["name"], bytearray(), asked))
-            query = f"uploadType=resumable&upload_id={len(self.uploads) - 1}"
-            where = f"http://{self.headers['Host']}/upload/storage/v1/b/{quote(root.name)}/o?{query}"
-            return answer(200, Location=where)
-        else:
-            name, content, condition = self.uploads[int(asked["upload_id"])]
-            content += body
-            total = headers["Content-Range"].rpartition("/")[2]
-            if total == "*" or int(total) > len(content):
-                return answer(308, Range=f"bytes=0-{len(content) - 1}")
-        file = root / name
+    def upload(self, file: Path, asked: dict[str, str], content: bytes) -> Answer:
         generation = str(file.stat().st_mtime_ns) if file.is_file() else "0"
-        if condition.get("ifGenerationMatch", generation) != generation:
+        if asked.get("ifGenerationMatch", generation) != generation:
             return failed(412)
-        self.server.changes(f"PUT {name}")
+        self.server.changes(f"PUT {asked['name']}")
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.server.folder / "partial"
         partial.write_bytes(content)
@@ -176,15 +136,11 @@ class BucketServer(ThreadingHTTPServer):
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of programs that use this server."""
         url = f"http://127.0.0.1:{self.server_port}"
-        return {
-            URL: url, "TENSORSTORE_GCS_HTTP_URL": url, "FSSPEC_GS_TOKEN": "anon", "FSSPEC_GCS_TOKEN": "anon",
-            "GCE_METADATA_ROOT": "127.0.0.1:1", "GOOGLE_CLOUD_PROJECT": "p",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        }  # fmt: skip
+        return {URL: url, "TENSORSTORE_GCS_HTTP_URL": url, "GCE_METADATA_ROOT": "127.0.0.1:1"}
 
 
 class FakeFileSystem(AbstractFileSystem):
-    """gs:// of fsspec, where gcsfs is not installed: with as few requests, and no folder without an object in it."""
+    """gs:// of fsspec, with as few requests as gcsfs has, and no folder without an object in it."""
 
     protocol = ("gs", "gcs")
 
@@ -232,12 +188,6 @@ class FakeFileSystem(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         return io.BytesIO(self.cat_file(path)) if mode == "rb" else Written(self, path)
 
-    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        pass
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        pass
-
 
 class Written(io.BytesIO):
     """A file that becomes an object when it is closed."""
@@ -254,10 +204,9 @@ class Written(io.BytesIO):
 
 def enter() -> None:
     """Gives this process a file system for gs://, and Orbax a bucket without folders of its own."""
-    if not find_spec("gcsfs"):
-        for protocol in FakeFileSystem.protocol:
-            fsspec.register_implementation(protocol, FakeFileSystem, clobber=True)
-        gcs_utils.get_bucket = lambda name: SimpleNamespace()
+    for protocol in FakeFileSystem.protocol:
+        fsspec.register_implementation(protocol, FakeFileSystem, clobber=True)
+    gcs_utils.get_bucket = lambda name: SimpleNamespace()
 
 
 @contextmanager

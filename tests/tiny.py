@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.kl import k3
@@ -28,6 +30,9 @@ from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.sample_files import SampleFiles
 from jaxrl_llm.session.settings import SamplesLogSettings
 from jaxrl_llm.structs import Batch, PyTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # A model like that of configs/grpo.py with two layers of 64, for runs that a test makes:
 # jaxrl sft --config configs/sft.py --config.model.hidden_size=64 --config.model.num_hidden_layers=2
@@ -142,6 +147,21 @@ def one_update(
         whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), C, packed))
     state, metrics = step(state, transfers.shard_batch(whole, mesh), jnp.arange(B))
     return transfers.to_host(state.params), transfers.to_host(metrics)
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes and three special tokens, of which <|im_end|> ends a turn."""
+    from transformers import PreTrainedTokenizerFast  # slow, and few tests need it
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: i for i, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    core = Tokenizer(models.BPE(vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(specials)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def collapsed(tokens: np.ndarray, grids: list[tuple[int, int]], image_token: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import signal
@@ -74,17 +73,9 @@ def test_a_program_whose_reader_has_gone_ends_quietly(prints, unbuffered, code):
     assert (ended.returncode, ended.stderr) == (code, b"")
 
 
-def test_another_pipe_that_breaks_is_a_bug(capsys):
-    def breaks() -> None:
-        raise BrokenPipeError
-
-    with pytest.raises(SystemExit) as ended:
-        run_main(breaks)
-    assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("error", "code"), [(UserError, 2), (StoppedByHealth, 3), (PeerLost, os.EX_TEMPFAIL), (ValueError, 1)]
+    ("error", "code"),
+    [(UserError, 2), (StoppedByHealth, 3), (PeerLost, os.EX_TEMPFAIL), (ValueError, 1), (BrokenPipeError, 1)],
 )
 def test_the_exit_code_tells_a_launcher_whether_to_start_a_run_again(error, code, capsys):
     def ends():
@@ -95,7 +86,7 @@ def test_the_exit_code_tells_a_launcher_whether_to_start_a_run_again(error, code
 
     with pytest.raises(SystemExit) as ended:
         run_main(ends)
-    assert ended.value.code == (2 if error is ValueError else code)
+    assert ended.value.code == (2 if code == 1 else code)
     with pytest.raises(SystemExit) as ended:
         run_main(lambda: (_ for _ in ()).throw(error("a reason")))
     assert ended.value.code == code
@@ -184,6 +175,8 @@ def test_the_tests_need_few_packages_and_each_has_a_version_in_the_constraints()
                 constraints[pin.name] = pin
     needed = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]
     assert 60 < len(set(installed_for(needed, ("",)))) <= 110
+    # README's first command installs at most 80, with pip, setuptools and this package.
+    assert len(set(installed_for(PROJECT["dependencies"], ("",)))) + 3 <= 80
     installed = set(installed_for(needed + PROJECT["optional-dependencies"]["ci"], ("",)))
     assert installed <= constraints.keys()
     assert {x for x in installed if (found := version_of(x)) and found not in constraints[x].specifier} == set()
@@ -221,23 +214,3 @@ def installed_for(requirements: list[str], extras: tuple[str, ...], seen: set[st
         yield name
         if version_of(name):
             yield from installed_for(requires(name) or [], ("", *requirement.extras), seen)
-
-
-def test_the_first_command_of_readme_installs_at_most_80_packages():
-    assert len(set(installed_for(PROJECT["dependencies"], ("",)))) + 3 <= 80  # with pip, setuptools and this package
-
-
-@pytest.mark.slow
-def test_the_program_of_readme_trains_on_rows_and_a_reward_of_ones_own(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    model, lengths = re.findall(r"^c\.(?:model\.path|data\.max_prompt_tokens).*\n", program, re.MULTILINE)
-    small = "c.num_steps, c.optim.warmup_steps, c.mesh.fsdp, c.health.self_test = 2, 0, 1, False\n"
-    small += "c.eval.problems, c.prompts_per_step, c.prompts_per_update, c.group_size = 4, 4, 4, 2\n"
-    (tmp_path / "program.py").write_text(program.replace(model, "").replace(lengths, small))  # after its num_steps
-    rows = [{"prompt": [{"role": "user", "content": f"{a}+{a}"}], "answer": str(2 * a)} for a in range(20)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(\d+) (?:None|-?\d)", done.stdout, re.MULTILINE) == ["0", "1", "2"]
-    assert (tmp_path / "runs" / "mine" / "hf" / "model.safetensors").is_file()

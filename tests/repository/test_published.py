@@ -1,8 +1,7 @@
-"""What README, docs, configs and docstrings show can be run: each command, and each benchmark in its smallest form."""
+"""Each benchmark can be run: in its smallest form."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import json
@@ -10,20 +9,20 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import pytest
 from conftest import QUICK
 from ml_collections import ConfigDict
+from test_docs_commands import shown_commands
 from tiny import SMALL
 
 from benchmarks.real import tasks
@@ -32,108 +31,15 @@ from benchmarks.speed.step import environment
 from benchmarks.speed.workloads import WORKLOADS
 from jaxrl_llm import train
 from jaxrl_llm.config import load as configs
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, hf_export, new_model
-from jaxrl_llm.tools.__main__ import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),  # a diary: some programs have left
-    *(page for folder in ("configs", "benchmarks", "jaxrl_llm") for page in (ROOT / folder).rglob("*.py")),
-    *(page for page in (ROOT / "launch").iterdir() if page.is_file()),
-]
-COMMAND = re.compile(
-    r"(?:python3? -m (?P<module>(?:jaxrl_llm|benchmarks)(?:\.\w+)+)|\bjaxrl (?P<tool>[a-z][\w-]+))(?P<rest>[^`\n]*)"
-)
 PEERS = {  # what imports TRL or Tunix, with the environment that `benchmarks.speed.step` makes for it
     "benchmarks.health.trl_logs": "trl",
     "benchmarks.health.trl_real_logs": "trl",
     "benchmarks.speed.peer_trl": "trl",
     "benchmarks.speed.peer_tunix": "tunix",
 }
-
-
-def commands() -> list[tuple[str, str, str]]:
-    """Returns (page, module, arguments) of every command that is shown."""
-    shown = set()
-    for page in PAGES:
-        text = re.sub(r"\\+\n\s*(?:# )?", " ", page.read_text())  # one that goes on in the next line
-        for match in COMMAND.finditer(text):
-            module = match["module"] or PROGRAMS[match["tool"]][0]
-            shown.add((str(page.relative_to(ROOT)), module, match["rest"].split(" # ")[0].strip()))
-    return sorted(shown)
-
-
-class Parsed(Exception):
-    """Carries the parser of a program, in place of what the program does next."""
-
-
-def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
-    raise Parsed(parser)
-
-
-@cache
-def options(module: str) -> set[str]:
-    """Returns the options of a program."""
-    main = importlib.import_module(module if module.count(".") else f"{module}.__main__")
-    run: Callable[[], None] = main.main if hasattr(main, "main") else importlib.import_module(f"{module}.__main__").main
-    with pytest.MonkeyPatch.context() as patch, suppress(SystemExit):
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
-        patch.setattr(sys, "argv", [module])
-        with pytest.raises(Parsed) as caught:
-            run()
-    return {option for action in caught.value.args[0]._actions for option in action.option_strings}
-
-
-def wrong(module: str, rest: str) -> Iterator[str]:
-    """Yields what a program refuses in a command."""
-    given = re.findall(r"(?<![\w-])--[a-z][\w-]*(?:\.[\w.]+=(?:'[^']*'|\S*))?", rest)
-    file = re.search(r"configs/[\w/]+\.py", rest)
-    config = configs.load(ROOT / (file[0] if file and (ROOT / file[0]).is_file() else "configs/grpo.py"))
-    for option in given:
-        name, _, value = option.partition("=")
-        if option == "--config." or not name.startswith("--config."):
-            if name.rstrip(".") not in options(module):
-                yield f"no option {name}"
-        elif not re.fullmatch(r"[A-Z]+|value\W*|.*\.\.\.", value):  # a place for the reader's own value
-            try:
-                configs.override(config, name.removeprefix("--config."), value.strip("'"))
-            except UserError as error:
-                yield str(error)
-    for path in re.findall(r"(?:--config |^)(configs/[\w/]+\.py)", rest):
-        if not (ROOT / path).is_file() and "translate" not in module:
-            yield f"no file {path}"
-
-
-MODULES = {module.removesuffix(".__main__"): name for name, (module, _) in PROGRAMS.items()}
-AS_MODULES = {  # pages that say where a module is started as one, beside those of launch/
-    "docs/configs.md": "train",
-    "docs/vllm.md": "serve-vllm",  # in an environment without this package
-    "jaxrl_llm/rollout/vllm/managed_server.py": "serve-vllm",
-}
-
-
-def test_every_program_is_shown_in_one_form_and_exists():
-    tools, modules = set(), {}
-    for page in PAGES:
-        if page.parent.name != "launch":
-            for match in COMMAND.finditer(page.read_text()):
-                tools |= {match["tool"]} - {None}
-                if match["module"] in MODULES:
-                    modules[str(page.relative_to(ROOT))] = MODULES[match["module"]]
-    assert tools == set(PROGRAMS)
-    assert modules.items() <= AS_MODULES.items()
-
-
-@pytest.mark.slow
-def test_every_command_that_is_shown_is_one_that_its_program_accepts():
-    # test_docs_commands reads those of `jaxrl` on the pages.
-    shown = [x for x in commands() if x[1] not in PEERS and not (x[0].endswith(".md") and x[1].startswith("jaxrl_llm"))]
-    assert len(shown) > 100
-    refused = [(page, module, what) for page, module, rest in shown for what in wrong(module, rest)]
-    assert refused == [], "\n".join(map(str, refused))
 
 
 TINY = {
@@ -144,15 +50,13 @@ TINY = {
 FLAGS = tuple(f"--config.{name}={value}" for name, value in TINY.items())
 
 
-@pytest.fixture
-def lora_run(tmp_path) -> Path:
-    """The workdir of a run with a base in int8."""
+def small_int8(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    """Of a run with a base in int8."""
     config = configs.load(ROOT / "configs" / "lora.py")
     changes = {"num_steps": 1, "eval": None, "checkpoint.keep_best": 0, "log.to": (), "adapters.base_dtype": "int8"}
     config.update_from_flattened_dict(TINY | changes)
-    for _ in train.steps(config, tmp_path / "lora"):
-        pass
-    return tmp_path / "lora"
+    list(train.steps(config, folder / "lora"))
+    return [str(folder / "lora")]
 
 
 def small_alarms(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
@@ -214,16 +118,6 @@ def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str
     hf_export.save(folder / "model", model.init(jax.random.key(0)), folder / "bare")
     changes = TINY | {"microbatch": 4, "model.path": folder / "model", "rollout.max_completion_tokens": 4}
     changes |= {"data.max_prompt_tokens": 128, "eval.every": 2}  # 128: of a tokenizer of single bytes
-    start_process = module.measured
-
-    def measured(command: list[str], log: Path, cache: Path | str = "") -> tuple[float, float]:
-        if command[0] != sys.executable:
-            return start_process(command, log, cache)
-        began = time.perf_counter()
-        log.write_text(str(subprocess.run(command, check=True).stdout))
-        return time.perf_counter() - began, 1.0
-
-    patch.setattr(module, "measured", measured)
     return ["--quick", "--out", str(folder), *(f"--config.{name}={value}" for name, value in changes.items())]
 
 
@@ -285,11 +179,11 @@ SMALLEST: dict[
     "scale.hosts": [],
     "scale.lora_memory": [],
     "scale.network_pause": ["--seconds", "1"],
+    "health.int8_base": small_int8,
     "health.kinds": small_kinds,
     "health.overhead": ["--config", "configs/grpo.py", *FLAGS],
     "speed.paged_attention": ["--heads", "1"],
     "speed.picture_layout": ["--group", "2", "--tokens", "4", "--repetitions", "1"],
-    "real.__main__": small_real,
     "real.stability": partial(small_study, "real ceiling"),
     "health.rescue": ["--seeds", "0"],
     "speed.serve": ["--sessions", "2", "--seconds", "0.5"],
@@ -311,7 +205,7 @@ SMALLEST: dict[
 # These benchmarks start processes for numbers such as a peak of memory, which nobody reads here. A process imports for
 # two CPU seconds and traces all its programs again, so their commands run in this process.
 IN_THIS_PROCESS = (
-    "speed.accelerator", "health.algorithms", "speed.limits", "real.__main__", "health.rolled_pictures", "speed.step",
+    "speed.accelerator", "health.algorithms", "speed.limits", "health.rolled_pictures", "speed.step",
     "speed.tokenizing",
 )  # fmt: skip
 
@@ -370,9 +264,18 @@ def test_a_benchmark_runs_in_its_smallest_form(name, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_an_int8_base_runs(lora_run, monkeypatch, capsys):
-    run_smallest("health.int8_base", [str(lora_run)], lora_run, monkeypatch)
-    assert "of a log-probability on average" in capsys.readouterr().out
+@pytest.mark.needs("matplotlib")
+def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(tmp_path, monkeypatch, capsys):
+    run_smallest("real.__main__", small_real, tmp_path, monkeypatch)
+    (file,) = tmp_path.glob("*/ours_0.json")
+    kept = json.loads(file.read_text())
+    assert [record["step"] for record in kept["records"]] == [0, 1, 2] and kept["peak_mb"] > 100
+    assert file.parent.with_suffix(".png").stat().st_size > 5000
+    kept["records"][-1]["eval/accuracy"] = 0.875
+    file.write_text(json.dumps(kept))
+    capsys.readouterr()
+    importlib.import_module("benchmarks.real.__main__").main()
+    assert "87.5%" in capsys.readouterr().out
 
 
 @pytest.mark.vllm
@@ -381,23 +284,20 @@ def test_the_benchmark_of_a_push_runs(tmp_path, monkeypatch, capsys):
     assert "GB/s" in capsys.readouterr().out
 
 
-def timed_by_step(trainer: str, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    patch.delenv("JAX_NUMPY_RANK_PROMOTION")  # a rule of ours, which Tunix breaks
-    flags = ["--workloads", "tiny", "--trainers", trainer, "--steps", "1", "--out", str(folder / "step.json")]
-    run_smallest("speed.step", flags, folder, patch)
-    assert re.search(rf"tiny {trainer}: [\d.]+s a step", capsys.readouterr().out)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("trainer", ["trl", "tunix"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param("trl", marks=pytest.mark.parity),
+        pytest.param("tunix", marks=pytest.mark.parity),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ],
+)
 def test_a_peer_is_timed_in_an_environment_of_its_own(trainer, tmp_path, monkeypatch, capsys):
-    timed_by_step(trainer, tmp_path, monkeypatch, capsys)
-
-
-@pytest.mark.vllm
-def test_vllm_is_timed_in_its_environment(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM compiles nothing, which takes longer than the rest of its start
-    timed_by_step("vllm", tmp_path, monkeypatch, capsys)
+    monkeypatch.delenv("JAX_NUMPY_RANK_PROMOTION")  # a rule of ours, which Tunix breaks
+    flags = ["--workloads", "tiny", "--trainers", trainer, "--steps", "1", "--out", str(tmp_path / "step.json")]
+    run_smallest("speed.step", flags, tmp_path, monkeypatch)
+    assert re.search(rf"tiny {trainer}: [\d.]+s a step", capsys.readouterr().out)
 
 
 @pytest.mark.parity
@@ -420,19 +320,16 @@ def test_trl_takes_the_steps_of_the_benchmark_of_an_accelerator(tmp_path):
 
 
 @pytest.mark.parity
-def test_a_log_of_trl_is_made(tmp_path):
-    program = [environment("trl"), "-m", "benchmarks.health.trl_logs", tmp_path, "--only", "healthy", "--rollouts", "2"]
-    assert "healthy: 3 rows" in subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parity
-def test_a_log_of_trl_on_a_folder_of_a_model_is_made(tmp_path):
-    model = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
-    words = ["benchmarks.health.trl_real_logs", model, tmp_path, "--only", "constant_reward", "--rollouts", "2"]
-    program = [environment("trl"), "-m", *words]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "constant_reward: 3 rows" in done.stdout
-    assert len(json.loads((tmp_path / "constant_reward.json").read_text())) == 3
+@pytest.mark.parametrize(
+    ("program", "only"),
+    [(["trl_logs"], "healthy"), (["trl_real_logs", ROOT / "jaxrl_llm" / "assets" / "arithmetic"], "constant_reward")],
+    ids=["embedded model", "folder of a model"],
+)
+def test_a_log_of_trl_is_made(program, only, tmp_path):
+    module, *model = program
+    words = ["-m", f"benchmarks.health.{module}", *model, tmp_path, "--only", only, "--rollouts", "2"]
+    done = subprocess.run([environment("trl"), *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"{only}: 3 rows" in done.stdout
 
 
 @pytest.mark.parity
@@ -440,8 +337,9 @@ def test_a_log_of_trl_on_a_folder_of_a_model_is_made(tmp_path):
 def test_a_command_that_is_shown_for_a_peer_is_one_that_its_program_accepts(module):
     program = [environment(PEERS[module]), "-m", module, "--help"]
     known = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    shown = {flag for _, name, rest in commands() if name == module for flag in re.findall(r"(?<![\w-])--\w+", rest)}
-    assert [flag for flag in sorted(shown) if flag not in known] == []
+    rests = [rest for _, name, rest in shown_commands() if name == module]
+    flags = {flag for rest in rests for flag in re.findall(r"(?<![\w-])--\w+", rest)}
+    assert [flag for flag in sorted(flags) if flag not in known] == []
 
 
 @pytest.mark.tpu
@@ -454,9 +352,9 @@ def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
 
 def test_every_benchmark_has_a_smallest_form():
     peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_trl_accelerator", "peer_tunix", "peer_vllm"}
-    tested = {*(name.rpartition(".")[2] for name in SMALLEST), *peers, "ill_runs", "int8_base", "push", "plan_check"}
+    tested = {*(name.rpartition(".")[2] for name in SMALLEST), *peers, "ill_runs", "push", "plan_check"}
     # Of other benchmarks, without a command.
     parts = {"ours", "workloads", "alarm_runs", "judging", "simulated", "studies"}
     programs = {file.stem for file in (ROOT / "benchmarks").glob("*/*.py") if file.parent.name != "real"}
-    programs |= {"__main__", "stability"}  # of benchmarks/real
+    programs |= {"stability"}  # of benchmarks/real
     assert programs == {*tested, *parts}

@@ -5,22 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import shutil
-import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_published import QUICK
 from tokenizers import pre_tokenizers
 
 from benchmarks.real import reasoning_tasks as tasks_of_gym
 from benchmarks.real import tasks
 from benchmarks.real.gguf_folder import GEMMA3_NORMS, KERNELS, LLAMA_NORMS, convert
-from benchmarks.real.model import fine_tuned
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.models import hf
@@ -104,25 +99,16 @@ def write_llama(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {name: (values, written[name]) for name, values in drawn.items()}
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory) -> tuple[Path, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """The folder of a small model, in a user's cache, and its tensors."""
-    folder = tmp_path_factory.mktemp("cache") / "jaxrl_llm" / "real" / "smollm2-135m-instruct"
-    folder.mkdir(parents=True)
-    return folder, write_llama(folder)
-
-
 @pytest.mark.needs("gguf")
-def test_a_file_of_weights_becomes_a_folder_with_the_same_tensors_and_tokens(converted):
-    folder, tensors = converted
-    for values, written in tensors.values():
+def test_a_file_of_weights_becomes_a_folder_with_the_same_tensors_and_tokens(tmp_path):
+    for values, written in write_llama(tmp_path).values():
         # 8 bits of numbers around 0.1.
         np.testing.assert_allclose(written, values, atol=4e-3)
-    cfg = hf.load_model(folder).cfg
+    cfg = hf.load_model(tmp_path).cfg
     assert (cfg.heads, cfg.kv_heads, cfg.head_dim) == (4, 2, 16)
-    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 1e5
+    assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 1e5
     # The tokenizer splits digits, and joins what was merged.
-    tokenizer = hf.load_tokenizer(folder)
+    tokenizer = hf.load_tokenizer(tmp_path)
     ids = tokenizer("<|im_start|>the 12+3é")["input_ids"]
     assert [WORDS[i] for i in ids] == ["<|im_start|>", "the", "Ġ", "1", "2", "+", "3", "Ã", "©"]
     assert tokenizer.decode(ids) == "<|im_start|>the 12+3é" and tokenizer.eos_token == "<|im_end|>"
@@ -196,29 +182,3 @@ def test_answers_of_reasoning_gym_have_all_points_and_none_is_held_out():
     ]
     assert not asked[0] & asked[1] and len(asked[0]) > 1000
     assert {row["task"] for row in tasks_of_gym.learned()} == set(tasks_of_gym.LEARNED)
-
-
-@pytest.mark.slow
-@pytest.mark.needs("gguf", "matplotlib")
-def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XLA_FLAGS", QUICK)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(converted[0].parents[2]))
-    small = [
-        "--config.num_steps=2", "--config.prompts_per_step=4", "--config.prompts_per_update=4", "--config.microbatch=4",
-        "--config.data.max_prompt_tokens=128", "--config.eval.problems=8", "--config.eval.every=1",
-        "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=1", "--config.health.self_test=False",
-    ]  # fmt: skip
-    program = importlib.import_module("benchmarks.real.__main__")
-    # In place of fine-tuning: a sum has more tokens of this model than its config allows.
-    made = partial(shutil.copytree, converted[0], fine_tuned(), dirs_exist_ok=True)
-    monkeypatch.setattr(program, "fine_tune", made)
-    monkeypatch.setattr(sys, "argv", ["real", "--quick", "--case", "after_sft", "--out", str(tmp_path), *small])
-    program.main()
-    kept = json.loads((tmp_path / "after_sft" / "ours_0.json").read_text())
-    assert [record["step"] for record in kept["records"]] == [0, 1, 2]
-    assert kept["peak_mb"] > 100 and (tmp_path / "after_sft.png").stat().st_size > 5000
-    kept["records"][-1]["eval/accuracy"] = 0.875
-    (tmp_path / "after_sft" / "ours_0.json").write_text(json.dumps(kept))
-    capsys.readouterr()
-    program.main()
-    assert "87.5%" in capsys.readouterr().out

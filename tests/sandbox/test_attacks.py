@@ -210,9 +210,14 @@ ON_THE_JUDGE = {
     "a variable with another value at each look": LINK + "import itertools\nown, add = harness(), 3\nown.objects.append(lambda a, b: 7)\nanswer = own.answer\n"
     "looks = itertools.cycle([['mine', 0], ['list', 3], ['yours', 0], ['type', 'int'], ['error', 0, 'add', ['type', 'ValueError']], 3])\n"
     "own.answer = lambda kind, more: ['value', next(looks)] if kind == 'variable' else answer(kind, more)",
+    "an exit without a failure": "import sys\nsys.exit(0)", "an exit by a shorter name": "exit()",
+    "assertions that fail nothing": "import builtins\nclass E(Exception): pass\nbuiltins.AssertionError = E\n"
+    "import unittest\nunittest.TestCase.assertEqual = lambda *x: None\ndef add(a, b): return 7",
+    "code in a pickle": "class A:\n    def __reduce__(self): return exec, ('raise SystemExit',)\n" + OBJECT,
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip
 TESTS = [
+    ["add", False, [1, 2], 3],  # a call with its result
     "assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)",
     "assert add('a', 'b').startswith('a')", "assert {'a'}.issubset(add(['a'], []))", "assert len(add([1], [2])) == 2",
     "assert all(map(lambda i: add(i, 1) == i + 1, range(3)))", "assert float(add(1, 2)) == 3",
@@ -244,7 +249,7 @@ def test_no_attack_on_the_judge_passes_a_test(monkeypatch):
         assert {one.reason for one in found} <= {"", "time", *sandbox.REASONS}
     assert {attack: tests for attack, tests in passed.items() if tests} == {}
     assert all(
-        one.passed for one in run_python_tests("def add(a, b): return a + b", TESTS[:3], ProgramLimits(5.0, 256))
+        one.passed for one in run_python_tests("def add(a, b): return a + b", TESTS[:4], ProgramLimits(5.0, 256))
     )
 
 
@@ -257,16 +262,14 @@ def test_a_report_of_the_judge_has_a_line_for_each_test_or_no_test_has_passed():
 
 ADD = "def add(a, b): return a + b"
 KLASS = "class Stack:\n    def __init__(self, *x): self.items = list(x)\n    def push(self, x): self.items.append(x); return self\n    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n    def __str__(self): return str(self.items)\n    def __iter__(self): return iter(self.items)\n    def __getitem__(self, i): return self.items[i]\n    count = property(lambda self: len(self.items))\n"
-SOLUTION = "class Solution:\n    def count(self, x: List[int], y: int) -> int: return x.count(y)\n"
 ORDER = "print(*{'a', 'b', 'c', 'd', 'e'})"
 HONEST = [
-    (ADD, "assert add(1, 2) == 3"), (ADD, "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"), (ADD, "assert add('a', 'b').upper() == 'AB'"),
-    (ADD, "assert add([1], [2]) == [1, 2] and len(add([1], [2])) == 2"), (ADD, "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"),
+    (ADD, "assert add('a', 'b').upper() == 'AB'"), (ADD, "assert add([1], [2]) == [1, 2] and len(add([1], [2])) == 2"),
     (ADD, "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2**100, 1) == 2**100 + 1\ncheck(add)"),
     (ADD, "assert all(add(i, 1) == i + 1 for i in range(3)) and set(map(add, [1], [2])) == {3}"), (ADD, "assert add(1j, 2) == 2 + 1j"),
     (ADD, "assert add(b'a', b'\\xff') == b'a\\xff' and add((1,), (2,)) == (1, 2)"), (ADD, "assert add('\\ud800', '\\0') == '\\ud800\\0'"),
     (ADD, "from decimal import Decimal\nassert add(Decimal('0.1'), 1) == Decimal('1.1')"), (ADD, "assert add(float('inf'), 1) == float('inf')"),
-    (ADD, "assert add(a=1, b=2) == 3"), (ADD, "try:\n    add(1, 'a')\nexcept TypeError:\n    pass\nelse:\n    assert False"),
+    (ADD, "assert add(a=1, b=2) == 3"),
     ("def f(x):\n    x.append({1: (2, None)})", "x = []\nf(x)\nassert x == [{1: (2, None)}]"),
     ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6 and 2 in f(3)"),
     ("def f():\n    i = 0\n    while True:\n        yield i\n        i += 1", "from itertools import islice\nassert list(islice(f(), 3)) == [0, 1, 2]"),
@@ -276,13 +279,13 @@ HONEST = [
     ("from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\ndef f(): return P(1)", "assert f() == (1,)"),
     ("import enum\nclass E(enum.IntEnum):\n    a = 3\ndef f(): return E.a", "assert f() == 3"),
     ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\ndef f(x): return P(x)", "assert f(3).x == 3 and P(2).x == 2"),
+    ("def f(d, s): d['a'] = 1; s.add(2)", "d, s = {}, set()\nf(d, s)\nassert d == {'a': 1} and s == {2}"),
+    ("def f(): return 1e999, {1, 2}, None", "assert f() == (float('inf'), {1, 2}, None)"),
     (KLASS, "s = Stack(1)\ns.push(2).push(3)\nassert len(s) == 3 and s.pop() == 3 and s.items == [1, 2] and s.count == 2"),
     (KLASS, "s = Stack(1, 2)\nassert str(s) == '[1, 2]' and list(s) == [1, 2] and s[0] == 1 and 2 in s and 3 not in s"),
     ("class Node:\n    def __init__(self, x): self.val, self.next = x, None\ndef f():\n    a = Node(1)\n    a.next = Node(2)\n    return a", "a = f()\nassert a.val == 1 and a.next.val == 2 and a.next.next is None\nb = Node(5)\nb.next = a\nassert b.next.val == 1"),
     ("def gcd(a, b): return a if not b else gcd(b, a % b)", "assert gcd(12, 18) == 6"), ("def select(x): return max(x)", "assert select([1, 3]) == 3"),
-    (ADD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}), (SOLUTION, {"fn_name": "count", "inputs": [[[1, 1], 1]], "outputs": [2]}),
     ("def sum(a, b): return a - b", {"fn_name": "sum", "inputs": [[3, 2]], "outputs": [1]}),
-    ("print(sum(map(int, input().split())))", {"inputs": ["1 2\n"], "outputs": ["3\n"]}),
     ("import sys\nprint('x', file=sys.stderr)\nprint(3 if 1 is 1 else 0)", {"inputs": [""], "outputs": ["3"]}),
     ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\n"
      "t = threading.Thread(target=lambda: print(f(20000)))\nt.start()\nt.join()", {"inputs": [""], "outputs": ["20000"]}),

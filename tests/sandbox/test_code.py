@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -190,58 +189,35 @@ def test_calls_that_cannot_reach_the_judge_are_broken():
     assert earned(ADD, tests="[" * 10**5)[0] == [None]
 
 
-HOSTILE = {
-    "processes": "import os\nwhile True:\n    os.fork()",
-    "time": "while True:\n    pass",
-    "memory": "x = bytearray(10 * 2**30)",
-    "error": "open('{outside}', 'w').write('here')",  # it sees no such folder
-    "files": "open('/here', 'w')",
-    "network": "import socket\nsocket.create_connection(('127.0.0.1', {port})).send(b'here')",
-    "disk": "i = 0\nwhile True:\n    i += 1\n    open(str(i), 'wb').write(b'0' * 2**20)",
-}
-
-
-@pytest.mark.parametrize(
-    "tests", [["assert add(1, 2) == 3"], {"inputs": [""], "outputs": ["3"]}], ids=["calls", "output"]
-)
-def test_the_sandbox_survives_everything_with_no_reward_and_a_metric_each(tests, tmp_path):
-    outside = tmp_path / "outside"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.1)
-        port = server.getsockname()[1]
-        programs = [x.replace("{outside}", str(outside)).replace("{port}", str(port)) for x in HOSTILE.values()]
-        found, metrics = earned(*(f"{x}\n{ADD}\nprint(3)" for x in programs), tests=tests, seconds=0.5)
-        assert found == [0.0] * len(HOSTILE)
-        assert metrics == pytest.approx(dict.fromkeys(HOSTILE, 1 / len(HOSTILE)))
-        with pytest.raises(TimeoutError):
-            server.accept()
-    assert not outside.exists()
-
-
-# What the function of a program does, and the metric that counts it.
-IN_A_CALL = [
+# What a program or its function does, and the metric that counts it.
+ENDS = [
     ("while True: pass", "time"), ("import time; time.sleep(600)", "time"), ("return list(iter(int, 1))", "memory"),
     ("import threading\n    def burn():\n        while True: pass\n    t = threading.Thread(target=burn)\n"
      "    t.start()\n    t.join()", "time"),
     ("import os\n    if os.fork() == 0:\n        while True: pass\n    os.wait()", "processes"),
     ("x = bytearray(10 * 2**30)", "memory"), ("x = []\n    while True: x.append(bytearray(2**20))", "memory"),
-    ("import os; os._exit(0)", "error"), ("import os; os._exit(3)", "error"), ("open('/a', 'w')", "files"),
-    ("return 4", ""),
+    ("import os; os._exit(3)", "error"), ("open('/no/file', 'w')", "error"), ("open('/a', 'w')", "files"),
+    ("import socket; socket.create_connection(('127.0.0.1', 9))", "network"),
+    ("for i in range(10**6): open(str(i), 'wb').write(b'0' * 2**20)", "disk"),
 ]  # fmt: skip
 
 
-def test_what_ends_a_program_in_a_call_is_counted_as_what_it_is(monkeypatch):
+def test_what_ends_a_program_earns_nothing_and_is_counted_as_what_it_is(monkeypatch):
     monkeypatch.setattr(sandbox, "CLOCK_FACTOR", 3.0)
-    call = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
-    cases = [(body, reason, ["assert add(1, 2) == 3"]) for body, reason in IN_A_CALL] + [(*IN_A_CALL[0], call)]
+    asserts, printed = ["assert add(1, 2) == 3"], {"inputs": [""], "outputs": ["3"]}
+    cases = [(f"def add(a, b):\n    {body}", reason, asserts) for body, reason in ENDS]
+    for body, reason in ENDS:
+        program = f"def run():\n    {body}\nrun()\nprint(3)"
+        cases += [(program, reason, asserts), (program, reason, printed)]
+    cases += [(*cases[0][:2], {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})]
+    cases += [("def add(a, b):\n    import os; os._exit(0)", "error", asserts)]
 
-    def counted(body: str, reason: str, tests: object) -> tuple[list[float], dict[str, float]]:
-        seconds = 0.4 if reason == "time" else 2.0
-        return earned(f"def add(a, b):\n    {body}", tests=tests, seconds=seconds, memory=128)
+    def counted(program: str, reason: str, tests: object) -> tuple[list[float], dict[str, float]]:
+        return earned(program, tests=tests, seconds=0.4 if reason == "time" else 5.0, memory=128)
 
     with ThreadPoolExecutor(cpus()) as threads:
         found = list(threads.map(counted, *zip(*cases, strict=True)))
-    assert found == [([0.0], {reason: 1.0} if reason else {}) for _, reason, _ in cases]
+    assert [(case, one) for case, one in zip(cases, found, strict=True) if one != ([0.0], {case[1]: 1.0})] == []
 
 
 CALLED = "def check(f):\n    assert f(1, 2) == 3\n"
@@ -321,76 +297,10 @@ def test_tests_that_can_fail_judge_in_all_forms():
     texts = [f"```python\n{program}\n```" for program in (ADD, ADD.replace("+", "-")) for _ in SOUND]
     found = code.accuracy(texts, tests=[[test] for test in SOUND] * 2)
     assert [one for one in zip(SOUND * 2, found, strict=True) if one[1] != 1.0] == [(test, 0.0) for test in SOUND]
+    calls = ("assert each(lambda: 1 / 0)", "assert nothing()", "x = (", "assert each")
+    assert passed("def each(f): return f()", *calls) == [False] * 4
     # A text without an assertion stands beside others.
     assert earned(ADD, tests=["import math", "add(1, 2)", ASSERTS[0]]) == ([1.0], {})
-
-
-# Each would earn something if the program could speak for its tests.
-CHEATS = {
-    "ends early": "import os\nos._exit(0)",
-    "ends well": "import sys\nsys.exit(0)",
-    "ends well by a shorter name": "exit()",
-    "ends in the call": "def add(a, b):\n    import os\n    os._exit(0)",
-    "is equal to everything": "class A:\n    __eq__ = __lt__ = __le__ = __gt__ = lambda a, b: True\n"
-    "    __ne__ = __contains__ = lambda a, b: False\n    __sub__ = __abs__ = lambda a, *b: a\n"
-    "def add(a, b): return A()",
-    "is a 3 that is equal to everything": "class A(int):\n    __eq__ = lambda a, b: True\ndef add(a, b): return A(7)",
-    "changes the functions of its tests": "def add(a, b): return 7\nall = bool = any = lambda x: True\n"
-    "abs = lambda x: 0\n"
-    "class math: isclose = staticmethod(lambda *x: True)\nimport builtins\nbuiltins.all = builtins.abs = abs",
-    "makes assertions harmless": "import builtins\nclass E(Exception): pass\nbuiltins.AssertionError = E\n"
-    "import unittest\nunittest.TestCase.assertEqual = lambda *x: None\ndef add(a, b): return 7",
-    "looks for the report": "import gc, os\nfor fd in range(3, 60):\n    try:\n        os.write(fd, b'1 \\n' * 9)\n"
-    "    except OSError:\n        pass\ndef add(a, b): return 7",
-    "speaks for the harness": "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame.f_back:\n"
-    "        frame = frame.f_back\n        link = frame.f_locals.get('link') or frame.f_locals.get('self')\n"
-    "        if hasattr(link, 'send'):\n            link.send(['value', True, []])\n    return 7",
-    "has a harness of its own": "check_call = lambda *x: None\ndef add(a, b): return 7",
-    "sends names of its own": "import sys\nlink = sys._getframe(1).f_locals['link']\n"
-    "names = {'__builtins__': {'abs': int, 'all': bool, '__import__': print}, 'math': 3, 'all': bool, 'add': print}\n"
-    "link.send(['value', [[name, link.encoded(x)] for name, x in names.items()]])\nlink.receive()\n"
-    "def add(a, b): return 7",
-    "sends code": "class A:\n    def __reduce__(self):\n        return exec, ('raise SystemExit',)\n"
-    "def add(a, b): return A()",
-}  # fmt: skip
-
-
-def test_a_program_cannot_speak_for_its_tests():
-    tests = ["assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)",
-             "assert all(add(i, 1) == i + 1 for i in range(3))", "assert 3 in [add(1, 2)]", "assert not add(1, 2) != 3",
-             "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)"]  # fmt: skip
-    for form in (tests, {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, {"inputs": [""], "outputs": ["3"]}):
-        found, _ = earned(*CHEATS.values(), tests=form, partial=True)
-        assert {cheat for cheat, reward in zip(CHEATS, found, strict=True) if reward} == set()
-
-
-def test_tests_see_objects_changes_of_their_arguments_errors_and_generators():
-    program = (
-        "from collections import Counter\nfrom decimal import Decimal\n"
-        "def sort(x): x.sort()\ndef fill(d, s): d['a'] = 1; s.add(2)\ndef each(f, x): return [f(y) for y in x]\n"
-        "def count(x): return Counter(x)\ndef fails(): raise ValueError('no')\ndef two(): yield 1; yield 2\n"
-        "def exact(): return Decimal('0.1'), float('inf'), {1, 2}, None\n"
-        "class Stack:\n    def __init__(self): self.items = []\n"
-        "    def push(self, x): self.items.append(x); return self\n"
-        "    def __len__(self): return len(self.items)\n    def __eq__(self, other): return self.items == other.items\n"
-    )
-    assert (
-        passed(
-            program,
-            "x = [3, 1, 2]; sort(x); assert x == [1, 2, 3]",
-            "d, s = {}, set(); fill(d, s); assert d == {'a': 1} and s == {2}",
-            "assert each(lambda x: 2 * x, [1, 2]) == [2, 4]",
-            "assert count('aab') == {'a': 2, 'b': 1}",
-            "from collections import Counter\nassert count('aab') == Counter('aab')",
-            "try:\n    fails()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False",
-            "assert list(two()) == [1, 2] and sum(two()) == 3",
-            "from decimal import Decimal\nassert exact() == (Decimal('0.1'), float('inf'), {1, 2}, None)",
-            "s = Stack(); s.push(1).push(2); assert len(s) == 2 and s.items == [1, 2] and s.items[0] == 1",
-        )
-        == [True] * 9
-    )
-    assert passed(program, "assert each(lambda x: 1 / 0, [1])", "assert nothing()", "x = (", "assert sort",
-                  "assert Stack() == Stack()") == [False] * 5  # fmt: skip
 
 
 def test_programs_run_at_the_same_time(monkeypatch):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
-import threading
-import time
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny import byte_tokenizer
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
@@ -30,81 +26,35 @@ def run(code: str, seconds: float = 5.0) -> sandbox.ProgramResult:
 
 
 @linux
-def test_a_program_prints_and_keeps_files_in_a_folder_of_its_own(monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", "hunter2")  # of the trainer
-    assert "hunter2" not in run("import os; print(os.environ)").output
+def test_a_program_prints_bounded_text_and_keeps_files_in_its_own_folder():
     result = run("open('a', 'w').write('mine'); import math; print(open('a').read(), math.comb(5, 2))")
     assert result == ("mine 10\n", "", "", "")
     assert "FileNotFoundError" in run("open('a')").errors  # the folder of another program
-
-
-@linux
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("import os\nwhile True: os.fork()", "BlockingIOError"),
-        ("import subprocess; subprocess.run(['true'])", "BlockingIOError"),
-        ("import os; print(os.system('echo hello'))", "32512"),
-        ("import multiprocessing as m; m.Process(target=print).start()", "BlockingIOError"),
-        ("x = bytearray(10 * 2**30)", "MemoryError"),
-        ("x = []\nwhile True: x.append(bytearray(2**25))", "MemoryError"),
-        ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "Error"),
-        ("open('/proc/self/environ').read()", "FileNotFoundError"),
-        ("open('/etc/passwd').read()", "FileNotFoundError"),
-        ("import os; os.symlink('/etc/passwd', 'p'); open('p')", "FileNotFoundError"),
-        ("open('big', 'wb').write(b'0' * 2**26)", "File too large"),
-        ("import ctypes; ctypes.CDLL(None).unshare(0x10000000); open('/etc/passwd')", "FileNotFoundError"),
-        ("1 +", "SyntaxError"),
-        ("raise KeyError('x')", 'File "program", line 1'),
-    ],
-)
-def test_a_program_that_does_what_it_must_not_gets_an_error(code, said):
-    result = run(code)
-    assert said in result.output + result.errors
-    assert result.error or said == "32512"
-    assert "<string>" not in result.errors  # no line of what runs it
-
-
-@linux
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("while True: pass", "longer than"),
-        ("import time; time.sleep(60)", "longer than"),
-        ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()", ""),
-        ("import ctypes; ctypes.string_at(0)", "signal 11"),
-        ("i = 0\nwhile True:\n  i += 1\n  open(str(i), 'w')", "wrote too much"),
-        ("import os\nwhile True:\n  os.mkdir('a')\n  os.chdir('a')", "wrote too much"),
-    ],
-)
-def test_a_program_that_does_not_end_well_is_ended(code, error):
-    began = time.monotonic()
-    assert error in run(code, seconds=0.4).error
-    assert time.monotonic() - began < 10
-
-
-@linux
-def test_a_program_cannot_write_outside_of_its_folder(tmp_path):
-    assert "FileNotFoundError" in run(f"open({str(tmp_path / 'x')!r}, 'w')").errors
-    assert "Read-only" in run("open('/x', 'w')").errors
-    assert not list(tmp_path.iterdir())
-
-
-@linux
-def test_a_program_reaches_no_network_not_even_this_machine():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        server.settimeout(0.5)
-        assert "unreachable" in run(f"import socket; socket.create_connection(('127.0.0.1', {port}))").errors
-        with pytest.raises(TimeoutError):
-            server.accept()
-
-
-@linux
-def test_output_has_an_end_and_is_text():
     assert run("print('x' * 10**6 + 'y', end='')").output == "x" * 200 + "\n...\n" + "x" * 199 + "y"
     assert run("import os; os.write(1, b'\\xff\\xfea')").output == "\ufffd\ufffda"
     assert run("print('\\ud800')").error
+
+
+@linux
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("1 +", "SyntaxError"),
+        ("raise KeyError('x')", 'File "program", line 1'),
+        ("import os\nwhile True: os.fork()", "BlockingIOError"),
+        ("x = bytearray(10 * 2**30)", "MemoryError"),
+        ("open('/etc/passwd')", "FileNotFoundError"),
+        ("open('/x', 'w')", "Read-only"),
+        ("open('big', 'wb').write(b'0' * 2**26)", "File too large"),
+        ("while True: pass", "longer than"),
+        ("import ctypes; ctypes.string_at(0)", "signal 11"),
+        ("i = 0\nwhile True:\n  i += 1\n  open(str(i), 'w')", "wrote too much"),
+    ],
+)
+def test_a_program_that_fails_is_told_why(code, reason):
+    result = run(code, seconds=1.0)
+    assert result.error and reason in result.error + result.errors
+    assert "<string>" not in result.errors  # no line of what runs it
 
 
 @linux
@@ -133,18 +83,6 @@ TEMPLATE = (
 NO_RESULTS = "{% for m in messages %}{{ m['content'] if m['role'] != 'tool' }}<|im_end|>{% endfor %}{{ tools }}"
 
 
-def tokenizer(template: str = TEMPLATE):
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    core = Tokenizer(models.BPE(vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(specials)
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = template
-    return made
-
-
 def add(a: int, b: int = 0) -> int:
     """
     Adds two numbers.
@@ -160,13 +98,28 @@ def undocumented(a):
     return a
 
 
+def loop() -> list:
+    """
+    Returns what no JSON can say.
+    """
+    made: list = []
+    made.append(made)
+    return made
+
+
+def broken() -> str:
+    """
+    Says that the call is wrong.
+    """
+    raise OwnError("no such thing")
+
+
+HERE = "tests.sandbox.test_tools"
 LIMITS = dict(most=4, tokens=100, observation_tokens=200, workers=2, timeout=5.0)
 
 
-def pool(
-    functions: tuple[str, ...] = ("tests.sandbox.test_tools.add", "tools.calculate"), **of_tokenizer
-) -> EnvironmentPool:
-    return EnvironmentPool(tokenizer(**of_tokenizer), lambda: Tools(functions=functions), **LIMITS)
+def pool(functions: tuple[str, ...] = (f"{HERE}.add", "tools.calculate"), template: str = TEMPLATE) -> EnvironmentPool:
+    return EnvironmentPool(byte_tokenizer(template), lambda: Tools(functions=functions), **LIMITS)
 
 
 def call(name: str, **arguments: object) -> str:
@@ -205,34 +158,12 @@ def test_results_have_the_form_that_the_template_gives_to_a_conversation():
     }  # fmt: skip
 
 
-def loop() -> list:
-    """
-    Returns what no JSON can say.
-    """
-    made: list = []
-    made.append(made)
-    return made
-
-
-def test_a_result_that_is_no_json_is_an_error_of_its_call_alone():
-    reply = Tools(functions=("tests.sandbox.test_tools.loop", "tests.sandbox.test_tools.add")).step(
-        call("loop") + call("add", a=1)
-    )
-    assert reply.observation == ("error: ValueError: Circular reference detected", "1")
-    assert reply.metrics == {"calls": 2.0, "invalid": 0.0, "errors": 1.0, "own_errors": 0.0}
-
-
-def broken() -> str:
-    """
-    Says that the call is wrong.
-    """
-    raise OwnError("no such thing")
-
-
-def test_a_tool_tells_the_errors_of_the_policy_from_its_own():
-    reply = Tools(functions=("tests.sandbox.test_tools.broken",)).step(call("broken"))
-    assert reply.observation == ("error: OwnError: no such thing",)
-    assert (reply.metrics["own_errors"], reply.metrics["errors"]) == (1.0, 0.0)
+def test_each_call_of_a_turn_has_its_own_result_or_error():
+    tools = Tools(functions=(f"{HERE}.loop", f"{HERE}.broken", f"{HERE}.add"))
+    reply = tools.step(call("loop") + call("broken") + call("add", a=1))
+    no_json, own = "error: ValueError: Circular reference detected", "error: OwnError: no such thing"
+    assert reply.observation == (no_json, own, "1")
+    assert reply.metrics == {"calls": 3.0, "invalid": 0.0, "errors": 1.0, "own_errors": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +172,7 @@ def test_a_tool_tells_the_errors_of_the_policy_from_its_own():
     ids=["no JSON", "no such function", "a list", "too deep"],
 )
 def test_a_call_that_means_nothing_is_told_so(text):
-    reply = Tools(functions=("tests.sandbox.test_tools.add",)).step(text)
+    reply = Tools(functions=(f"{HERE}.add",)).step(text)
     assert "error: this is no call of add" in reply.observation[0]
     assert reply.metrics["invalid"] == 1.0
 
@@ -250,7 +181,7 @@ def test_a_call_that_means_nothing_is_told_so(text):
     ("named", "given"),
     [
         ("tools.none", dict(functions=("tools.none",))),
-        ("test_tools.add", dict(functions=("tests.sandbox.test_tools.add", "tests.sandbox.test_tools.add"))),
+        ("test_tools.add", dict(functions=(f"{HERE}.add", f"{HERE}.add"))),
         ("", dict(template=NO_RESULTS)),
     ],
     ids=["unknown", "twice", "template"],
@@ -261,10 +192,9 @@ def test_tools_that_cannot_work_are_refused_before_a_run_begins(named, given, re
 
 
 def test_a_tool_without_types_and_a_docstring_is_refused():
-    with pytest.raises(
-        UserError, match=r"config\.env\.functions: .*undocumented"
-    ):  # the rest names a file of transformers
-        pool(("tests.sandbox.test_tools.undocumented",))
+    # The rest of the message names a file of transformers.
+    with pytest.raises(UserError, match=r"config\.env\.functions: .*undocumented"):
+        pool((f"{HERE}.undocumented",))
 
 
 def test_prompts_without_a_chat_show_no_tools(tmp_path, refused):
@@ -272,15 +202,4 @@ def test_prompts_without_a_chat_show_no_tools(tmp_path, refused):
     config = load("grpo")
     config.data.source = str(tmp_path / "rows.jsonl")
     with refused("config.env.functions"):
-        data.load(recipes.read(config).data, tokenizer(), pool().schemas)
-
-
-@linux
-def test_threads_share_the_sandbox():
-    found: list[str] = []
-    threads = [threading.Thread(target=lambda i=i: found.append(run(f"print({i})").output)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == [f"{i}\n" for i in range(8)]
+        data.load(recipes.read(config).data, byte_tokenizer(TEMPLATE), pool().schemas)
