@@ -113,6 +113,7 @@ def right(body: dict, scores: bool = True) -> httpx.Response:
 
 
 def stall(body: dict) -> httpx.Response:
+    assert body["timeout"] <= 0.5, "the client waits longer than it was told"
     time.sleep(body["timeout"])
     raise httpx.ReadTimeout("too slow")
 

@@ -159,6 +159,8 @@ def test_each_metric_is_shown_as_logged_as_replayed_and_as_a_mean_of_the_page(re
     expected = {*page.METRICS.values(), "reward/mean", "reward/accuracy", "reward/format"}
     assert means.keys() == expected | {"completion/length", "completion/truncated"}
     assert means["reward/mean"] == pytest.approx(np.nanmean(record.rewards))
+    # Columns are 0 on the tokens of the environment, which are not trained on.
+    assert means["entropy"] == pytest.approx(record.columns["entropy"].sum() / record.loss_mask.sum())
     for metric, value in means.items():
         (row, *_) = re.findall(rf'<tr data-metric="{metric}">(.*?)</tr>', text, re.DOTALL)
         shown = [float(cell) for cell in re.findall("<td>(.*?)</td>", row)]
