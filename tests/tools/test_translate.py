@@ -29,6 +29,7 @@ from jaxrl_llm.tools.translate.outcome import KINDS, QUIET_FIELDS, Keys, Outcome
 from jaxrl_llm.tools.translate.releases import Releases, matches
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+TRANSLATED = Path(__file__).parent / "translated"
 SYSTEMS = {
     "verl": verl.VERL,
     "easyr1": easyr1.EASYR1,
@@ -82,15 +83,6 @@ worker:
   rollout: {n: 4, temperature: 0.9}
   reward: {reward_function: ./mine.py:judge}
 trainer: {total_epochs: 3, val_freq: 5, save_freq: 5, save_limit: -1, n_gpus_per_node: 4}
-"""
-SEARCH_R1 = """
-python3 -m verl.trainer.main_ppo data.train_files=nq/train.parquet data.val_files=nq/test.parquet \\
-    data.train_batch_size=64 data.max_start_length=300 data.max_response_length=100 data.max_obs_length=80 \\
-    algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-3B \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n_agent=5 \\
-    actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.state_masking=true \\
-    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.2 algorithm.kl_ctrl.kl_coef=0.005 \\
-    trainer.total_training_steps=30 trainer.test_freq=10 max_turns=3 retriever.url=http://there:8000/retrieve
 """
 TRL_YAML = """
 {model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct, dataset_name: someone/sums, reward_weights: [1.0, 0.5],
@@ -149,11 +141,6 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 args = CPOConfig("out", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=1.4, beta=2.0, num_train_epochs=1)
 CPOTrainer("google/gemma-2-2b-it", args, train_dataset=make_pairs())
-"""
-TRL_PPO = """
-accelerate launch --num_processes 4 trl/scripts/ppo.py --sft_model_path someone/sft --reward_model_path someone/rm \\
-    --dataset_name someone/prompts --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
-    --num_mini_batches 2 --total_episodes 1280 --kl_coef 0.03 --cliprange_value=0.3 --warmup-steps 3 --bf16
 """
 
 
@@ -233,7 +220,10 @@ FILES = {
     }, {"actor_rollout_ref.rollout.surprise": "unsupported", "actor_rollout_ref.rollout.top_p": "changed",
         "trainer.save_freq": "changed"}),
     "easyr1.yaml": (EASYR1, {}, {"num_steps": "yours", "data.format_prompt": "yours"}),
-    "search.sh": (SEARCH_R1, {"prompts_per_update": 8}, {}),  # 32 / 5 = 6.4 sequences; 8 divides 64
+    "search.sh": (
+        (TRANSLATED / "search_r1_grpo.sh").read_text().replace("n_agent=4", "n_agent=5"),
+        {"prompts_per_update": 32}, {},  # 128 / 5 = 25.6 sequences; 32 divides 256
+    ),
     "grpo.yaml": (TRL_YAML, {
         "prompts_per_step": 32, "prompts_per_update": 16, "group_size": 4,  # 8 x 8 x 2 and 8 x 4 x 2 completions
         "num_steps": 30, "microbatch": 4, "advantage.normalize": "none", "aggregate.constant_length": 200,
@@ -247,12 +237,12 @@ FILES = {
         "loss.name": "gspo", "aggregate.mode": "sequence_mean", "num_steps": 50, "data.source": "someone/sums@train",
         "prompts_per_step": 2,
     }, {"per_device_train_batch_size": "unsupported", "prompts_per_step": "yours", "reward.functions": "yours"}),
-    "ppo.sh": (TRL_PPO, {
-        "prompts_per_step": 128, "prompts_per_update": 64, "group_size": 1, "epochs": 4, "num_steps": 10,
-        "model.path": "someone/sft", "kl.placement": "reward", "kl.estimator": "k1", "optim.warmup_steps": 24,
-        "critic.optim.warmup_steps": 24, "critic.clip": 0.3, "critic.path": "someone/rm",
-        "reward_model.path": "someone/rm", "reward.functions": (),
-    }, {"reward_model_path": "changed"}),
+    "ppo.sh": (
+        f"{(TRANSLATED / 'trl_ppo.sh').read_text().rstrip()} --total_episodes 2560 --kl_coef 0.03"
+        " --cliprange_value=0.3 --warmup-steps 3 --bf16",
+        {"num_steps": 10, "kl.coef": 0.03, "critic.clip": 0.3, "optim.warmup_steps": 12,
+         "critic.optim.warmup_steps": 12}, {"reward_model_path": "changed"},
+    ),
     "dpo.sh": (TRL_DPO, {
         "prompts_per_step": 32, "microbatch": 4, "loss.name": "dpo", "loss.nll_coef": 0.2, "adapters.rank": 32,
         "data.source": "trl-lib/ultrafeedback_binarized@train", "eval.source": "trl-lib/ultrafeedback_binarized@test",

@@ -45,16 +45,7 @@ EASYR1_SCRIPTS = {  # forms of its scripts with images: the model, further argum
                       f"{GEOMETRY} {MODEL}.lora.rank=64 {MODEL}.lora.exclude_modules='.*visual.*'",
                       {"adapters.rank": 64, "adapters.targets": "_proj", "model.vision": "frozen"}),
 }  # fmt: skip
-VERL = """ENGINE=${{1:-vllm}}
-MODEL=${{MODEL:-"${{HOME_OF_MODELS}}/models/{model}"}}
-python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer.yaml' algorithm.adv_estimator=grpo \\
-    data.train_files=$HOME/data/geo3k/train.parquet data.val_files=$HOME/data/geo3k/test.parquet \\
-    data.train_batch_size=512 data.max_prompt_length=1024 data.max_response_length=2048 data.image_key=images \\
-    data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=$MODEL \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.use_kl_loss=True \\
-    actor_rollout_ref.rollout.name=$ENGINE actor_rollout_ref.rollout.n=5 trainer.total_epochs=15 \\
-    +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True {more} "$@"
-"""
+VERL = (FILES / "verl06_pictures.sh").read_text()
 LORA = "actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.target_modules=all-linear"
 VERL_SCRIPTS = {  # the model, further arguments, fields, and keys with their kind
     "qwen3": ("Qwen3-VL-8B-Instruct", "actor_rollout_ref.actor.megatron.context_parallel_size=2",
@@ -148,7 +139,7 @@ def test_the_pixel_limits_of_easyr1_are_written_also_if_its_file_omits_them(tmp_
 def test_scripts_of_verl_with_images_are_configs_that_pass_the_checks(name, tmp_path):
     model, more, fields, kinds = VERL_SCRIPTS[name]
     # The folder of the model is a variable that the script does not set: its name shows the family all the same.
-    text = VERL.format(model=model, more=more)
+    text = VERL.replace("Qwen/Qwen2.5-VL-3B-Instruct", f"$HOME_OF_MODELS/{model}").replace("$@", more)
     made, c, _ = written(tmp_path, "run.sh", text)
     assert differing(fields, c) == {} and differing_kinds(kinds | {"model.path": "yours"}, made) == {}
     # The names of the rows say nothing of images, the key does; and a text model has no field of images.
