@@ -101,6 +101,7 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("from vllm import serve\nserve(tok)", {}, ["model.path"]),
     # arguments
     ("def beta(x=0.1): return x\nargs.beta = beta()", {"kl.coef": 0.1}, []),
+    ("utils.beta = 0.1", {"kl": None}, []),
     ("if os.environ.get('KL'):\n    args.beta = 0.1", {}, ["kl"]),
     ("x = 0.1\nfor i in range(3):\n    x = 2 * x\nargs.beta = x", {}, ["kl"]),
     # environment variables: the default of one that nothing sets, and the value of one that the script sets
