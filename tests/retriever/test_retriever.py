@@ -12,8 +12,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -97,7 +97,8 @@ def test_a_saved_index_finds_the_same_and_a_changed_corpus_is_indexed_again(corp
     assert Index.open(corpus).search(["übergroß"], 1)[0][0][0].contents.endswith("übergroß")
 
 
-def test_a_line_that_is_no_document_is_named(corpus, refused):
+def test_a_row_with_title_and_text_is_a_document_and_another_line_is_named(corpus, refused):
+    assert document({"id": 7, "title": "Pell", "text": "A town."}) == Document("7", '"Pell"\nA town.')
     surrogate = '{"id": "1", "contents": "a\\ud800"}'
     for line in ("{}", "[1]", "{", '{"id": 1, "title": "x"}', surrogate, ""):
         corpus.write_text(json.dumps(DOCUMENTS[0]._asdict()) + "\n" + line + "\n")
@@ -105,126 +106,117 @@ def test_a_line_that_is_no_document_is_named(corpus, refused):
             Index.open(corpus)
 
 
-def test_a_row_with_title_and_text_is_a_document():
-    assert document({"id": 7, "title": "Pell", "text": "A town."}) == Document("7", '"Pell"\nA town.')
-
-
-class Theirs(BaseHTTPRequestHandler):
-    """A server of the API, from its description alone."""
-
-    answers: list[Callable[[dict], tuple[int, bytes]]]
-    asked: list[dict]
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.asked.append({"path": self.path} | body)
-        status, said = self.answers[min(len(self.asked), len(self.answers)) - 1](body)
-        self.send_response(status)
-        self.send_header("content-length", str(len(said)))
-        self.end_headers()
-        with suppress(OSError):  # a client that did not wait
-            self.wfile.write(said)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def right(body: dict, scores: bool = True) -> tuple[int, bytes]:
+def right(body: dict, scores: bool = True) -> httpx.Response:
     one = {"id": "5", "contents": '"Pell"\nA town.'}
     of_query = [{"document": one, "score": 2.5}] if scores else [one]
-    return 200, json.dumps({"result": [of_query * body["topk"] for _ in body["queries"]]}).encode()
+    return httpx.Response(200, json={"result": [of_query * body["topk"] for _ in body["queries"]]})
 
 
-@contextmanager
-def theirs(*answers: Callable[[dict], tuple[int, bytes]]) -> Iterator[tuple[str, list[dict]]]:
-    handler = type("Handler", (Theirs,), {"answers": list(answers), "asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", handler.asked  # pyright: ignore[reportAttributeAccessIssue]
-    finally:
-        server.shutdown()
-        server.server_close()
+def stall(body: dict) -> httpx.Response:
+    assert body["timeout"] <= 0.5, "the client waits longer than it was told"
+    time.sleep(body["timeout"])
+    raise httpx.ReadTimeout("too slow")
 
 
-def test_the_client_understands_a_server_with_scores_and_without():
+def away(body: dict) -> httpx.Response:
+    raise httpx.ConnectError("[Errno 111] Connection refused")
+
+
+FAULTS = {
+    "500": lambda body: httpx.Response(500, text="oops"),
+    "no JSON": lambda body: httpx.Response(200, text="<html>"),
+    "another shape": lambda body: httpx.Response(200, json={"result": 3}),
+    "a wrong length": lambda body: httpx.Response(200, json={"result": []}),
+    "a list alone": lambda body: httpx.Response(200, json=[["text"]]),
+    "texts alone": lambda body: httpx.Response(200, json={"result": [["text"]]}),
+    "too slow": stall,
+    "away": away,
+}
+CLIENT = httpx.Client
+
+
+@pytest.fixture
+def theirs(monkeypatch):
+    """Returns what makes a server of others give these answers, the last one again and again, and its requests."""
+
+    def serve(*answers: Callable[[dict], httpx.Response]) -> list[dict]:
+        asked: list[dict] = []
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            asked.append({"path": request.url.path} | json.loads(request.content))
+            timeout = request.extensions["timeout"]["read"]
+            return answers[min(len(asked), len(answers)) - 1](asked[-1] | {"timeout": timeout})
+
+        monkeypatch.setattr(httpx, "Client", partial(CLIENT, transport=httpx.MockTransport(answer)))
+        return asked
+
+    return serve
+
+
+def test_the_client_understands_a_server_with_scores_and_without(theirs):
     for scores in (True, False):
-        with theirs(lambda body, scores=scores: right(body, scores)) as (url, asked):
-            client = RetrieverClient(url, topk=2, timeout=5.0, retries=0)
-            found = client.search(["x", "y"])
-            client.close()
+        asked = theirs(partial(right, scores=scores))
+        found = RetrieverClient("http://there", topk=2, timeout=5.0, retries=0).search(["x", "y"])
         assert asked == [{"path": "/retrieve", "queries": ["x", "y"], "topk": 2, "return_scores": True}]
         assert found == [[(Document("5", '"Pell"\nA town.'), 2.5 if scores else None)] * 2] * 2
 
 
-def stall(body: dict) -> tuple[int, bytes]:
-    time.sleep(1.0)
-    return right(body)
-
-
-FAULTS = {
-    "500": lambda body: (500, b"oops"),
-    "no JSON": lambda body: (200, b"<html>"),
-    "another shape": lambda body: (200, b'{"result": 3}'),
-    "a wrong length": lambda body: (200, b'{"result": []}'),
-    "a list alone": lambda body: (200, b'[["text"]]'),
-    "texts alone": lambda body: (200, b'{"result": [["text"]]}'),
-    "too slow": stall,
-}
-
-
-def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_one_line(monkeypatch):
+def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_one_line(theirs, monkeypatch):
     monkeypatch.setattr(client_module, "FIRST_WAIT", 0.0)
     for name, fault in FAULTS.items():
-        seconds = 0.4 if fault is stall else 5.0
-        with theirs(fault, right, fault) as (url, asked):
-            client = RetrieverClient(url, topk=1, timeout=seconds, retries=1)
-            assert ids(client.search(["x"])[0]) == ["5"] and len(asked) == 2, name
-            with pytest.raises(RetrieverError) as error:
-                client.search(["x"])
-            assert len(asked) == 4 and "\n" not in str(error.value), name
-            # What has answered is not called dead.
-            assert ("gave no answer" in str(error.value)) == (name in ("500", "too slow")), error.value
-    with theirs(lambda body: (422, b"topk")) as (url, asked):
-        with pytest.raises(RetrieverError, match="422"):  # what the server refuses is not asked again
-            RetrieverClient(url, topk=1, timeout=5.0, retries=3).search(["x"])
-        assert len(asked) == 1
+        asked = theirs(fault, right, fault)
+        client = RetrieverClient("http://there", topk=1, timeout=0.01, retries=1)
+        assert ids(client.search(["x"])[0]) == ["5"] and len(asked) == 2, name
+        with pytest.raises(RetrieverError) as error:
+            client.search(["x"])
+        assert len(asked) == 4 and "\n" not in str(error.value), name
+        # What has answered is not called dead.
+        assert ("gave no answer" in str(error.value)) == (name in ("500", "too slow", "away")), error.value
+    asked = theirs(lambda body: httpx.Response(422, text="topk"))
+    with pytest.raises(RetrieverError, match="422"):  # what the server refuses is not asked again
+        RetrieverClient("http://there", topk=1, timeout=5.0, retries=3).search(["x"])
+    assert len(asked) == 1
 
 
-def test_a_retry_waits_longer_each_time(monkeypatch):
+def test_a_retry_waits_longer_each_time(theirs, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(client_module.time, "sleep", pauses.append)
-    with theirs(FAULTS["500"]) as (url, _), pytest.raises(RetrieverError):
-        RetrieverClient(url, topk=1, timeout=5.0, retries=3).search(["x"])
+    theirs(FAULTS["500"])
+    with pytest.raises(RetrieverError):
+        RetrieverClient("http://there", topk=1, timeout=5.0, retries=3).search(["x"])
     assert pauses == [client_module.FIRST_WAIT * x for x in (1, 2, 4)]
+
+
+@contextmanager
+def started(*arguments: str, folder: Path | None = None) -> Iterator[str]:
+    """Yields the address of a server once it answers, and asserts that it ends when it is told to."""
+    with socket.create_server(("127.0.0.1", 0)) as free:  # each worker of pytest has a server of its own
+        port = free.getsockname()[1]
+    environment = os.environ | ({"XDG_CACHE_HOME": str(folder)} if folder else {})
+    process = subprocess.Popen([sys.executable, *arguments, "--port", str(port)], cwd=ROOT, env=environment)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while True:
+            with suppress(httpx.TransportError):
+                assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+                break
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.05)
+        yield url
+        process.terminate()
+        assert process.wait(30) in (0, -15)
+    finally:
+        process.kill()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     corpus = write(folder / "corpus.jsonl", DOCUMENTS)
-    with socket.socket() as free:  # each worker of pytest has a server of its own
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jaxrl_llm.tools.serve_retriever", "--corpus", str(corpus), "--port", str(port)]
     bounds = ["--most-queries", "4", "--most-characters", "100", "--most-topk", "5"]
-    where = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
-    process = subprocess.Popen([*command, *bounds], cwd=ROOT, env=where, stdout=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        assert process.stdout
-        assert "5 documents" in process.stdout.readline()
-        with httpx.Client() as client:
-            for _ in range(600):
-                try:
-                    assert client.get(url + "/health").status_code == 200
-                    break
-                except httpx.TransportError:
-                    time.sleep(0.05)
+    command = ["-m", "jaxrl_llm.tools.serve_retriever", "--corpus", str(corpus), *bounds]
+    with started(*command, folder=folder / "cache") as url:
         yield url
-    finally:
-        process.terminate()
-        assert process.wait(20) in (0, -15)
 
 
 FORMS = [
@@ -315,7 +307,7 @@ def test_a_client_that_has_left_or_stops_in_a_body_is_not_searched_for(monkeypat
     assert len(searches) == 2
 
 
-def test_a_server_that_is_told_to_end_ends_while_requests_wait(tmp_path):
+def test_a_server_that_is_told_to_end_ends_while_requests_wait():
     program = textwrap.dedent("""
         import sys, time
         from jaxrl_llm.tools import serve_retriever
@@ -326,28 +318,12 @@ def test_a_server_that_is_told_to_end_ends_while_requests_wait(tmp_path):
         serve_retriever.SHUTDOWN_SECONDS = 1
         serve_retriever.main()
     """)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", program, "--corpus", "none", "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     body = b'POST /retrieve HTTP/1.1\r\nhost: x\r\ncontent-length: 18\r\n\r\n{"queries": ["x"]}'
-    clients: list[socket.socket] = []
-    try:
-        end = time.monotonic() + 60
-        while len(clients) < 4:
-            assert time.monotonic() < end and process.poll() is None
-            with suppress(OSError):
-                clients.append(socket.create_connection(("127.0.0.1", port)))
-                clients[-1].sendall(body)
-            time.sleep(0.02)
+    with ExitStack() as clients, started("-c", program, "--corpus", "none") as url:
+        for _ in range(4):
+            port = int(url.rpartition(":")[2])
+            clients.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(body)
         time.sleep(0.3)
-        process.terminate()
-        assert process.wait(30) in (0, -15)
-    finally:
-        process.kill()
-        for client in clients:
-            client.close()
 
 
 def test_our_client_and_our_server_agree(server):
@@ -386,28 +362,24 @@ def test_what_is_neither_search_nor_answer_is_told_so_and_searches_run_out():
     assert "No search is left" in env.step("<search>bridge</search>").observation
 
 
-def test_a_retriever_that_fails_is_an_observation():
-    with theirs(right, FAULTS["500"]) as (url, _):
-        reply = search(corpus="", url=url).step("<search>x</search>")
+def test_a_search_that_fails_or_finds_nothing_is_an_observation(theirs):
+    theirs(right, FAULTS["500"])
+    reply = search(corpus="", url="http://fails").step("<search>x</search>")
     assert reply.metrics == {"valid": 1.0, "searches": 1.0, "errors": 1.0}
     assert "<information>the search failed</information>" in reply.observation
-
-
-def test_a_search_that_finds_nothing_is_counted_and_no_error():
-    with theirs(lambda body: (200, b'{"result": [[]]}')) as (url, _):
-        reply = search(corpus="", url=url).step("<search>x</search>")
+    theirs(lambda body: httpx.Response(200, json={"result": [[]]}))
+    reply = search(corpus="", url="http://empty").step("<search>x</search>")
     assert reply.metrics == {"valid": 1.0, "searches": 1.0, "empty": 1.0}
 
 
-def test_a_retriever_that_is_not_there_is_told_before_a_run_begins(refused):
-    with theirs(FAULTS["500"]) as (url, _):
-        pass  # it is closed again
-    with pytest.raises(UserError, match=rf"config\.env\.url = '{url}'"):
-        search(corpus="", url=url)
-    with theirs(right) as (url, asked):
-        search(corpus="", url=url)
-        search(corpus="", url=url)
-        assert len(asked) == 1  # once for all episodes of a process
+def test_a_retriever_that_is_not_there_is_told_before_a_run_begins(theirs, refused):
+    theirs(away)
+    with refused("config.env.url = 'http://there'"):
+        search(corpus="", url="http://there")
+    asked = theirs(right)
+    search(corpus="", url="http://there")
+    search(corpus="", url="http://there")
+    assert len(asked) == 1  # once for all episodes of a process
     for changes in (dict(url="http://x"), dict(corpus="")):  # one of both is needed
         with refused("config.env.corpus"):
             search(**changes)
@@ -422,12 +394,9 @@ def test_answers_are_compared_as_in_squad():
         0.0,
     ]
     assert rewards.answered(said) == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_what_the_environment_said_is_no_answer():
-    own, theirs = "<search>x</search>", "<answer>y</answer>"
-    turns = [{"role": "assistant", "content": own}, {"role": "environment", "content": theirs}]
-    assert rewards.exact_match([own + theirs], ["y"], [turns]) == [0.0]
+    # What the environment said is no answer.
+    turns = [{"role": "assistant", "content": "<search>x</search>"}, {"role": "environment", "content": said[1]}]
+    assert rewards.exact_match([""], ["a"], [turns]) == [0.0]
 
 
 def test_the_reward_of_v0_3_pays_for_the_format():
@@ -457,57 +426,36 @@ def test_the_reward_of_v0_3_pays_for_the_format():
     assert paid(searched, f"{think}<answer>Pell</answer>", between=found | {"content": "not a search"}) == 0.8
 
 
-def searching(url: str, **changes):
+def searching(url: str):
     """A run of the searching model, small and short."""
     config = load(ROOT / "configs" / "search_grpo.py")
     config.update_from_flattened_dict({
         "num_steps": 6, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 4,
         "eval": None, "checkpoint.every": 100, "checkpoint.keep_best": 0, "log.to": (), "mesh.fsdp": 1,
         "log.completions_every": 0, "reward.timeout": 0.0, "health.self_test": False, "env.corpus": "", "env.url": url,
-        "env.timeout": 0.5, "env.retries": 0, "rollout.max_completion_tokens": 128, **changes,
+        "env.timeout": 0.5, "env.retries": 0, "rollout.max_completion_tokens": 128,
     })  # fmt: skip
     return config
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_in_every_way_loses_no_run(tmp_path):
-    """Errors 500, no JSON, other shapes, wrong lengths, stalls and good answers take turns."""
+def test_a_server_that_fails_in_every_way_loses_no_run(theirs, tmp_path):
+    """Errors 500, no JSON, other shapes, wrong lengths, stalls, refused connections and good answers take turns."""
     answers, failed = [right, *FAULTS.values()], []  # the first answer is to the question before the run
 
-    def answer(body: dict) -> tuple[int, bytes]:
-        number = len(failed)
-        failed.append(answers[number % len(answers)] is not right)
-        return answers[number % len(answers)](body)
+    def answer(body: dict) -> httpx.Response:
+        fault = answers[len(failed) % len(answers)]
+        failed.append(fault is not right)
+        return fault(body)
 
-    with theirs(answer) as (url, asked):
-        records = [record for record in steps(searching(url), tmp_path) if record["step"]]
+    theirs(answer)
+    records = [record for record in steps(searching("http://fails-often"), tmp_path) if record["step"]]
     assert len(records) == 6
-    counted = sum(record["episode/errors"] * 16 for record in records)
-    assert 0 <= round(counted) - sum(failed) <= 4  # on a busy machine a good answer may be late too
-    assert sum(failed) > 10 and len(asked) - sum(failed) > 2
+    assert round(sum(record["episode/errors"] * 16 for record in records)) == sum(failed) > 10
+    assert len(failed) - sum(failed) > 2
     assert all(np.isfinite(record["grad_norm"]) for record in records)
-    stalled = sum(failed[i] for i in range(len(failed)) if i % len(answers) == 1 + list(FAULTS).index("too slow"))
+    stalled = sum(failed[1 + list(FAULTS).index("too slow") :: len(answers)])
     assert stalled > 2 and sum(record["time/environment"] * 16 for record in records) > 0.4 * stalled
-
-
-@pytest.mark.slow
-def test_a_server_that_is_away_and_comes_back_loses_no_run(tmp_path):
-    handler = type("Handler", (Theirs,), {"answers": [right], "asked": []})
-    server, errors = ThreadingHTTPServer(("127.0.0.1", 0), handler), []
-    port = server.server_port
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    patient = {"env.timeout": 30.0}  # a busy machine answers late, and a dead server refuses at once
-    for record in steps(searching(f"http://127.0.0.1:{port}", num_steps=6, **patient), tmp_path):
-        errors.append(record["episode/errors"])
-        if record["step"] == 2:
-            server.shutdown()
-            server.server_close()
-        if record["step"] == 4:
-            server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-    server.shutdown()
-    server.server_close()
-    assert max(errors) > 0 and errors[0] == errors[-1] == 0, errors
 
 
 @pytest.mark.parity

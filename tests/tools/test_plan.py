@@ -190,15 +190,10 @@ def test_a_plan_of_sft_has_the_programs_of_a_run(plan, tmp_path, monkeypatch):
     assert [phase.name for phase in of_dpo.phases] == ["scoring of reference", "the update"]
     # The same model on the same mesh as in the plan of GRPO, and no sampler.
     assert of_dpo.holds == {name: x for name, x in plan.holds.items() if "samples" not in name}
-    cfg = of_dpo.models.model.cfg
-    of_layer = 2 * cfg.width * (cfg.heads + cfg.kv_heads) * cfg.head_dim + 3 * cfg.width * cfg.mlp_width
-    forward = 2 * 8 * (width + 2 * of_dpo.recipe.sizes.max_completion_tokens) * cfg.layers * of_layer
-    scoring, update = (flops(program.trace()) for program in planned)
-    assert forward < scoring < 1.5 * forward and 2.9 < update / scoring < 4.1
     policy = of_dpo.holds["policy parameters"] + of_dpo.holds["policy optimizer"]
     assert of_dpo.phases[0].beside == pytest.approx(policy, abs=64)
     (phase,) = measured
-    assert (phase.times, phase.beside, phase.flops) == (1, of_dpo.phases[0].beside, scoring / 8)
+    assert (phase.times, phase.beside, phase.flops) == (1, of_dpo.phases[0].beside, flops(planned[0].trace()) / 8)
     assert phase.program and phase.traffic and not phase.error
     config = configs.load(ROOT / "configs" / "sft.py")
     config.update_from_flattened_dict(fields | {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")})
@@ -381,20 +376,17 @@ def test_a_topology_without_chips_or_compiler_is_refused(topology, slices, words
         chips.topology(topology, slices)
 
 
-@pytest.mark.parametrize("share", ["much", "0", "1.5", "nan"])
-def test_a_share_of_a_gpus_memory_that_is_none_is_refused(share, monkeypatch, refused):
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", share)
-    with refused(f"XLA_CLIENT_MEM_FRACTION={share}"):
-        chips.topology("h100:8")
-
-
-def test_a_plan_for_gpus_allows_what_jax_takes_of_them(monkeypatch):
+def test_a_plan_for_gpus_allows_what_jax_takes_of_them(monkeypatch, refused):
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     h100 = GPUS["h100"]
     assert allowed_memory(h100) == 0.75 * h100.memory
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert allowed_memory(h100) == 0.9 * h100.memory
+    for share in ("much", "0", "1.5", "nan"):
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", share)
+        with refused(f"XLA_CLIENT_MEM_FRACTION={share}"):
+            chips.topology("h100:8")
 
 
 def test_a_program_that_a_gpu_cannot_hold_does_not_fit(plan, tmp_path, wording):

@@ -13,41 +13,24 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from browser import CHROMIUM, Page, browser
 
-from jaxrl_llm.algorithms.credit import reward_metrics
-from jaxrl_llm.learner.update import MetricWeights, reduce_metric
-from jaxrl_llm.session.record import rollout_metrics
-from jaxrl_llm.structs import Rollouts
 from jaxrl_llm.tools.replay import page
 from jaxrl_llm.tools.replay.record import StepRecord, UpdateOutcome, WhatIf
 
 HOSTILE = ["</script>", "<!--<script>", '<img src=x onerror="0">', "&lt;", "\ud83d", "", "\u2028", "{{ x }}"]
-TEXTS = [
-    " the",
-    " sum",
-    " of",
-    " 12",
-    " and",
-    " 7",
-    " is",
-    " 19",
-    "\n",
-    ".",
-    " so",
-    " we",
-    " add",
-    *HOSTILE,
-    "<|image|>",
-]
+TEXTS = [" the", " sum", " of", "\n", *HOSTILE, "<|image|>"]
 IMAGE = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
 
 
+NUMBERS_OF_TOKENS = """logprobs sampler_logprobs old_logprobs ref_logprobs entropy ratio kl gap loss values returns
+weight clipped masked"""
+
+
 def make_record(prompts: int = 3, group: int = 4, length: int = 24, shortest: int = 12) -> StepRecord:
-    """A step of random numbers with the metrics that training logs for them. Its first prompt has an environment."""
+    """A step of random numbers. Its first prompt has an environment, and its last one a missing verdict."""
     rng = np.random.default_rng(prompts)
     shape, ids = (prompts, group, length), sorted(rng.choice(50_000, len(TEXTS), replace=False).tolist())
     lengths = rng.integers(shortest, length + 1, shape[:2])
@@ -55,71 +38,42 @@ def make_record(prompts: int = 3, group: int = 4, length: int = 24, shortest: in
     loss_mask = completion_mask.copy()
     loss_mask[0, :, 4:8] = False
 
-    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
-        return (scale * rng.standard_normal(shape)).astype(np.float32)
+    def sizes(*shape: int) -> np.ndarray:
+        return np.abs(rng.standard_normal(shape, np.float32))
 
-    old = -np.abs(normal(*shape))
-    columns = {"logprobs": old + normal(*shape, scale=0.1), "sampler_logprobs": old + normal(*shape, scale=1e-3)}
-    columns |= {"old_logprobs": old, "ref_logprobs": old + normal(*shape, scale=0.2), "entropy": np.abs(normal(*shape))}
-    columns |= {"ratio": np.exp(columns["logprobs"] - old), "kl": np.abs(normal(*shape, scale=1e-3))}
-    columns |= {"gap": np.abs(columns["logprobs"] - columns["sampler_logprobs"]), "loss": normal(*shape)}
-    columns |= {
-        "values": normal(*shape),
-        "returns": normal(*shape),
-        "weight": np.exp(old - columns["sampler_logprobs"]),
-    }
-    columns |= {name: (rng.random(shape) < 0.01).astype(np.float32) for name in ("clipped", "masked")}
-    columns = {name: np.where(loss_mask, x, 0) for name, x in columns.items()}
-    rewards = np.abs(normal(*shape[:2]))
+    columns = {name: np.where(loss_mask, sizes(*shape), 0) for name in NUMBERS_OF_TOKENS.split()}
+    columns |= {name: np.where(columns[name] > 2.5, 1, 0).astype(np.float32) for name in ("clipped", "masked")}
+    columns["ratio"] = np.where(loss_mask, np.exp(columns["ratio"] / 10), 0)
+    rewards = sizes(*shape[:2])
     rewards[-1, 0] = np.nan
-    rollouts = Rollouts(
-        completions=rng.choice(ids[:-1], shape).astype(np.int32),
-        completion_mask=completion_mask,
-        loss_mask=loss_mask,
-        logprobs=columns["sampler_logprobs"],
-        truncated=lengths == length,
-        versions=np.full(shape, 129, np.int32),
-    )
-    channels = {"accuracy": rewards, "format": np.abs(normal(*shape[:2]))}
-    metrics = training_metrics(rollouts, columns, rewards, channels)
-    return StepRecord(
+    record = StepRecord(
         run="runs/mine",
         step=131,
         config={},
-        logged=metrics,
-        metrics=metrics,
+        logged={},
+        metrics={},
         differences={},
         exact=True,
         prompts=np.full((prompts, 16), ids[-1], np.int32),
         prompt_mask=np.arange(16) >= rng.integers(0, 3, (prompts, 1)),
-        completions=rollouts.completions,
+        completions=rng.choice(ids[:-1], shape).astype(np.int32),
         completion_mask=completion_mask,
         loss_mask=loss_mask,
-        truncated=rollouts.truncated,
-        versions=rollouts.versions,
-        advantages=np.where(loss_mask, normal(*shape[:2], 1), 0),
+        truncated=lengths == length,
+        versions=np.full(shape, 129, np.int32),
+        advantages=np.where(loss_mask, rng.standard_normal((*shape[:2], 1)), 0),
         rewards=rewards,
-        channels=channels,
+        channels={"accuracy": rewards, "format": sizes(*shape[:2])},
         columns=columns,
-        gradient={"norm": np.abs(normal(*shape[:2])), "cosine": rng.uniform(-0.2, 1, shape[:2]).astype(np.float32)},
+        gradient={"norm": sizes(*shape[:2]), "cosine": rng.uniform(-0.2, 1, shape[:2]).astype(np.float32)},
         fingerprints={},
         rows=[{"prompt": "x", "answer": f"answer {b}"} for b in range(prompts)],
         token_ids=ids,
         token_texts=TEXTS,
         images=[[IMAGE], *[[]] * (prompts - 1)],
     )
-
-
-def training_metrics(
-    rollouts: Rollouts, columns: dict[str, np.ndarray], rewards: np.ndarray, channels: dict[str, np.ndarray]
-) -> dict[str, float]:
-    """The metrics that training logs for these arrays, by its own functions."""
-    weights = MetricWeights.of(jnp.asarray(rollouts.loss_mask))
-    columns_of = {metric: jnp.asarray(columns[name]) for name, metric in page.METRICS.items()}
-    metrics: dict[str, Any] = {name: reduce_metric(name, x, weights) for name, x in columns_of.items()}
-    metrics |= reward_metrics(jnp.asarray(rewards), {name: jnp.asarray(x) for name, x in channels.items()})
-    metrics |= rollout_metrics(rollouts, 131) | {"grad_norm": 0.25}
-    return {name: float(x) for name, x in metrics.items()}
+    metrics = page.means(record) | {"grad_norm": 0.25, "reward/std": 0.5}
+    return replace(record, metrics=metrics, logged={name: x + 1 for name, x in metrics.items()})
 
 
 class Elements(HTMLParser):
@@ -200,23 +154,20 @@ def test_the_packed_arrays_are_those_of_the_record(record, elements):
 def test_a_number_beyond_half_precision_is_kept(record):
     values = record.columns["values"] * 1e6
     data, arrays = unpack(Elements(page.render(replace(record, columns=record.columns | {"values": values}))))
-    assert (
-        data["types"]["values"] == "float32"
-        and np.abs(arrays["values"]).max() == np.abs(values[record.completion_mask]).max()
-    )
+    assert data["types"]["values"] == "float32" and arrays["values"].max() == values.max()
 
 
-def test_the_means_of_the_page_are_the_metrics_that_training_logs(record, text):
+def test_each_metric_is_shown_as_logged_as_replayed_and_as_a_mean_of_the_page(record, text):
     means = page.means(record)
     expected = {*page.METRICS.values(), "reward/mean", "reward/accuracy", "reward/format"}
     assert means.keys() == expected | {"completion/length", "completion/truncated"}
+    assert means["reward/mean"] == pytest.approx(np.nanmean(record.rewards))
+    # Columns are 0 on the tokens of the environment, which are not trained on.
+    assert means["entropy"] == pytest.approx(record.columns["entropy"].sum() / record.loss_mask.sum())
     for metric, value in means.items():
         (row, *_) = re.findall(rf'<tr data-metric="{metric}">(.*?)</tr>', text, re.DOTALL)
-        logged, replayed, shown = map(float, re.findall("<td>(.*?)</td>", row))
-        assert value == pytest.approx(record.metrics[metric], rel=1e-6, abs=1e-9)
-        assert shown == pytest.approx(logged, rel=1e-6, abs=1e-9) and shown == pytest.approx(
-            replayed, rel=1e-6, abs=1e-9
-        )
+        shown = [float(cell) for cell in re.findall("<td>(.*?)</td>", row)]
+        assert shown == pytest.approx([record.logged[metric], record.metrics[metric], value], rel=1e-6, abs=1e-9)
 
 
 def test_prompts_and_completions_with_the_largest_gradients_come_first(record, elements):

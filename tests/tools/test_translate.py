@@ -29,6 +29,7 @@ from jaxrl_llm.tools.translate.outcome import KINDS, QUIET_FIELDS, Keys, Outcome
 from jaxrl_llm.tools.translate.releases import Releases, matches
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+TRANSLATED = Path(__file__).parent / "translated"
 SYSTEMS = {
     "verl": verl.VERL,
     "easyr1": easyr1.EASYR1,
@@ -83,21 +84,13 @@ worker:
   reward: {reward_function: ./mine.py:judge}
 trainer: {total_epochs: 3, val_freq: 5, save_freq: 5, save_limit: -1, n_gpus_per_node: 4}
 """
-SEARCH_R1 = """
-python3 -m verl.trainer.main_ppo data.train_files=nq/train.parquet data.val_files=nq/test.parquet \\
-    data.train_batch_size=64 data.max_start_length=300 data.max_response_length=100 data.max_obs_length=80 \\
-    algorithm.adv_estimator={estimator} actor_rollout_ref.model.path=Qwen/Qwen2.5-3B \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n_agent={group} \\
-    actor_rollout_ref.actor.use_kl_loss={kl} actor_rollout_ref.actor.state_masking=true \\
-    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.2 algorithm.kl_ctrl.kl_coef=0.005 \\
-    trainer.total_training_steps=30 trainer.test_freq=10 max_turns=3 retriever.url=http://there:8000/retrieve
-"""
 TRL_YAML = """
 {model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct, dataset_name: someone/sums, reward_weights: [1.0, 0.5],
  reward_funcs: [accuracy_reward, my_bonus], per_device_train_batch_size: 8, gradient_accumulation_steps: 4,
  steps_per_generation: 8, num_generations: 4, num_processes: 2, max_completion_length: 200, max_prompt_length: 64,
  learning_rate: 5e-6, lr_scheduler_type: cosine, warmup_ratio: 0.1, max_steps: 60, beta: 0.02, loss_type: dr_grpo,
- scale_rewards: false, epsilon_high: 0.28, report_to: [wandb], min_p: 0.1}
+ scale_rewards: false, epsilon_high: 0.28, report_to: [wandb], min_p: 0.1, adam_beta1: 0.8, adam_beta2: 0.99,
+ max_grad_norm: 0.1, optim: paged_adamw_8bit}
 """
 TRL_SCRIPT = """
 from pathlib import Path
@@ -149,11 +142,6 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 args = CPOConfig("out", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=1.4, beta=2.0, num_train_epochs=1)
 CPOTrainer("google/gemma-2-2b-it", args, train_dataset=make_pairs())
 """
-TRL_PPO = """
-accelerate launch --num_processes 4 trl/scripts/ppo.py --sft_model_path someone/sft --reward_model_path someone/rm \\
-    --dataset_name someone/prompts --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
-    --num_mini_batches 2 --total_episodes 1280 --kl_coef 0.03 --cliprange_value=0.3 --warmup-steps 3 --bf16
-"""
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -174,15 +162,18 @@ def hub_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "find_spec", lambda name: True)
 
 
-def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
+def read_and_translate(folder: Path, name: str, text: str, **more: int) -> tuple[readers.ForeignConfig, Translation]:
     source = readers.read(write(folder, name, text))
-    return translate(source.table, source.keys, referred=source.referred, pinned=source.pinned, **more)
+    return source, translate(source.table, source.keys, referred=source.referred, pinned=source.pinned, **more)
+
+
+def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
+    return read_and_translate(folder, name, text, **more)[1]
 
 
 def written(folder: Path, name: str, text: str, **more: int) -> tuple[Translation, dict, str]:
     """Translates a file, asserts what holds for every file, and returns the translation, the config and its text."""
-    source = readers.read(write(folder, name, text))
-    made = translate(source.table, source.keys, referred=source.referred, pinned=source.pinned, **more)
+    source, made = read_and_translate(folder, name, text, **more)
     # Each key has one kind, and what is not mapped is in a comment, with its reason.
     assert list(made.outcomes) == list(source.keys)
     assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(source.keys)
@@ -229,33 +220,29 @@ FILES = {
     }, {"actor_rollout_ref.rollout.surprise": "unsupported", "actor_rollout_ref.rollout.top_p": "changed",
         "trainer.save_freq": "changed"}),
     "easyr1.yaml": (EASYR1, {}, {"num_steps": "yours", "data.format_prompt": "yours"}),
-    "search.sh": (SEARCH_R1.format(estimator="grpo", group=5, kl="true"), {
-        "prompts_per_update": 8,  # 32 / 5 = 6.4 sequences; 8 divides 64
-        "group_size": 5, "env.most_searches": 3, "turns.most": 4, "turns.tokens": 100, "turns.observation_tokens": 80,
-        "rollout.max_completion_tokens": 4 * 100 + 3 * 80, "data.max_prompt_tokens": 300,
-        "env.url": "http://there:8000/retrieve", "env.corpus": "", "kl.placement": "loss", "kl.coef": 0.001,
-    }, {}),
-    "search_ppo.sh": (SEARCH_R1.format(estimator="gae", group=1, kl="false"), {
-        "kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.005, "prompts_per_update": 32, "critic.clip": 0.5,
-        "critic.warmup_steps": 0, "advantage.lam": 1.0,
-    }, {}),
+    "search.sh": (
+        (TRANSLATED / "search_r1_grpo.sh").read_text().replace("n_agent=4", "n_agent=5"),
+        {"prompts_per_update": 32}, {},  # 128 / 5 = 25.6 sequences; 32 divides 256
+    ),
     "grpo.yaml": (TRL_YAML, {
         "prompts_per_step": 32, "prompts_per_update": 16, "group_size": 4,  # 8 x 8 x 2 and 8 x 4 x 2 completions
         "num_steps": 30, "microbatch": 4, "advantage.normalize": "none", "aggregate.constant_length": 200,
         "kl.placement": "loss", "kl.coef": 0.02, "kl.estimator": "k3", "optim.decay": "cosine", "eval": None,
         "reward.functions": ("math.accuracy(anchors=True)", "my_rewards.my_bonus"), "reward.weights": (1.0, 0.5),
-    }, {"min_p": "unsupported", "report_to": "mapped", "reward.functions": "yours"}),
+        "optim.b1": 0.8, "optim.b2": 0.99, "optim.clip_norm": 0.1,
+    }, {"optim": "changed", "min_p": "unsupported", "report_to": "mapped", "reward.functions": "yours"}),
     # The number of prompts is the user's: only running the script would tell it, and the default stands there.
     "grpo.py": (TRL_SCRIPT, {
         "model.path": "Qwen/Qwen3-0.6B", "optim.learning_rate": 5e-7, "reward.functions": ("my_rewards.short",),
         "loss.name": "gspo", "aggregate.mode": "sequence_mean", "num_steps": 50, "data.source": "someone/sums@train",
         "prompts_per_step": 2,
     }, {"per_device_train_batch_size": "unsupported", "prompts_per_step": "yours", "reward.functions": "yours"}),
-    "ppo.sh": (TRL_PPO, {
-        "prompts_per_step": 128, "prompts_per_update": 64, "group_size": 1, "epochs": 4, "num_steps": 10,
-        "model.path": "someone/sft", "kl.placement": "reward", "kl.estimator": "k1", "optim.warmup_steps": 24,
-        "critic.optim.warmup_steps": 24, "critic.clip": 0.3, "reward_model.path": "someone/rm", "reward.functions": (),
-    }, {"reward_model_path": "changed"}),
+    "ppo.sh": (
+        f"{(TRANSLATED / 'trl_ppo.sh').read_text().rstrip()} --total_episodes 2560 --kl_coef 0.03"
+        " --cliprange_value=0.3 --warmup-steps 3 --bf16",
+        {"num_steps": 10, "kl.coef": 0.03, "critic.clip": 0.3, "optim.warmup_steps": 12,
+         "critic.optim.warmup_steps": 12}, {"reward_model_path": "changed"},
+    ),
     "dpo.sh": (TRL_DPO, {
         "prompts_per_step": 32, "microbatch": 4, "loss.name": "dpo", "loss.nll_coef": 0.2, "adapters.rank": 32,
         "data.source": "trl-lib/ultrafeedback_binarized@train", "eval.source": "trl-lib/ultrafeedback_binarized@test",
@@ -269,11 +256,6 @@ FILES = {
     "simpo.py": (TRL_SIMPO_SCRIPT, {
         "loss.name": "simpo", "loss.beta": 2.0, "loss.gamma": 1.4, "loss.nll_coef": 0.0, "eval": None,
     }, {"loss_type": "mapped", "num_steps": "yours"}),
-    "a reward in a file of Python.sh": (
-        VERL.replace("test_freq=10", "test_freq=10 custom_reward_function.path=recipe/r1/score.py"),
-        {"prompts_per_step": 128, "optim.learning_rate": 3e-6, "reward.functions": ("my_rewards.compute_score",)},
-        {"reward.functions": "yours"},
-    ),
     "the reward of data_source.sh": (
         "python3 -m verl.trainer.main_ppo data.train_files=a/dapo-math-17k.parquet algorithm.adv_estimator=grpo"
         " actor_rollout_ref.rollout.n=4 reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"
@@ -281,42 +263,12 @@ FILES = {
         {"reward.functions": ("verl.score",), "reward.overlong_tokens": 64,
          "data.chat_template_args": {"enable_thinking": False}}, {},
     ),
-    "names of programs and redirections.sh": (
-        "torchrun --standalone trl/scripts/grpo.py --model_name_or_path a/b --dataset_name c/d --dataset_config main"
-        " --reward_funcs accuracy_reward --no_gradient_checkpointing --learning_rate 1e-5 > train.py 2>&1 &"
-        "\npython -m json.tool x.py",
-        {"data.source": "c/d:main@train", "data.answer_column": "solution", "optim.learning_rate": 1e-5,
-         "model.remat": "dots"}, {},
-    ),
-    "the answer after a thought.sh": (
-        "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs reasoning_accuracy_reward --run_name trl",
-        {"reward.functions": ("math.accuracy(after='</think>', anchors=True)",), "data.answer_column": "solution"}, {},
-    ),
-    "several places.py": (
-        "base = dict(num_generations=16)\nargs = GRPOConfig('x', **base, **{'beta': 0.1})\nargs.learning_rate = 3e-6\n"
-        "other.beta = 0.2\nrows = load_dataset('c/d', 'main')['test'].map(f).filter(g)\n"
-        "GRPOTrainer('a/b', accuracy_reward, args, rows)",
-        {"group_size": 16, "kl.coef": 0.1, "optim.learning_rate": 3e-6, "data.source": "c/d:main@test",
-         "data.convert": "my_data.convert", "data.answer_column": ""}, {"data.convert": "yours"},
-    ),
-    "a file of rows.py": (
-        "rows = load_dataset('json', data_files='a.jsonl', split='train')\n"
-        "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), rows)",
-        {"data.source": "a.jsonl", "data.convert": ""}, {},
-    ),
     "a LoraConfig.py": (
         "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(max_steps=5), load_dataset('c/d'), peft_config=LoraConfig("
         "r=8, lora_alpha=32, lora_dropout=0.05, bias='none', task_type='CAUSAL_LM', layers_to_transform=[1]))",
         {"adapters.name": "lora", "adapters.rank": 8, "adapters.alpha": 32.0},
         {"trainer.peft_config.lora_dropout": "unsupported", "trainer.peft_config.layers_to_transform": "unsupported",
          "trainer.peft_config.bias": "no effect", "trainer.peft_config.r": "mapped"},
-    ),
-    "functions of modules.py": (
-        "from mymod.rewards import good as fine\nimport other.place\nfrom trl.rewards import think_format_reward\n"
-        "def own(completions, **columns):\n    return [1.0] * len(completions)\n"
-        "GRPOTrainer('a/b', [fine, other.place.f, think_format_reward, own], GRPOConfig(max_steps=5))",
-        {"reward.functions": ("mymod.rewards.good", "other.place.f", "format.think", "my_rewards.own")},
-        {"trainer.reward_funcs": "changed"},
     ),
     "names in a list.py": (
         "names: list = ['mymod.rewards.good', 'owner/reward-model']\n"
@@ -359,17 +311,15 @@ VERL_RUN = (
 )
 EVALUATES = "data.val_files=a/test.parquet trainer.test_freq=5 "
 TRL_RUN = "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward --max_steps 9 "
-SEARCH_RUN = SEARCH_R1.format(estimator="grpo", group=5, kl="true")
 # Files whose run differs in something, and a pattern of the comments that say so; with False they must not say it.
 SAID = [
     (VERL_RUN, "####72", True), (VERL_RUN.replace("gsm8k", "geo3k"), "####72", False),
-    (VERL_RUN, "best checkpoint.keep_best", True), (SEARCH_RUN, "best checkpoint.keep_best", True),
+    (VERL_RUN, "best checkpoint.keep_best", True),
     (f"{VERL_RUN} trainer.max_actor_ckpt_to_keep=null", "best checkpoint.keep_best", True),
     (f"{VERL_RUN} trainer.max_actor_ckpt_to_keep=3", "best checkpoint.keep_best", False),
     (TRL_RUN, "best checkpoint.keep_best", True),
     (f"{TRL_RUN} --save_total_limit 3", "best checkpoint.keep_best", False),
     (EASYR1.replace(" save_limit: -1,", ""), "best checkpoint.keep_best", True),
-    (EASYR1, "best checkpoint.keep_best", True),
     (OVERLONG_TRL, "advantage.normalize is none", True),
     (f"{VERL_RUN} reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=9",
      "advantage.normalize is none", True),
@@ -377,10 +327,9 @@ SAID = [
      "float32 in both trainers", False),
     ("GRPOTrainer(name(), accuracy_reward, GRPOConfig(), load_dataset('c/d'), peft_config=LoraConfig(r=8, "
      "lora_dropout=0.1))", r"until then they are those of grpo.py:\s[^:]*(adapters|lora_dropout)", False),
-    (f"{VERL_RUN} {EVALUATES}", "first eval.problems", True), (SEARCH_RUN, "first eval.problems", True),
+    (f"{VERL_RUN} {EVALUATES}", "first eval.problems", True),
     (f"{VERL_RUN} {EVALUATES} data.val_max_samples=9", "first eval.problems", False),
     (f"{TRL_RUN} --eval_strategy steps --eval_steps 5", "first eval.problems", True), (TRL_RUN, "eval.problems", False),
-    (EASYR1, "first eval.problems", True),
 ]  # fmt: skip
 
 
@@ -413,26 +362,6 @@ def test_configs_are_formatted_as_ours_are(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_easyr1_counts_prompts_and_its_script_may_name_a_file_beside_it(tmp_path):
-    write(tmp_path, "examples/config.yaml", EASYR1)
-    script = "M=Qwen/Qwen3-4B\npython3 -m verl.trainer.main config=examples/config.yaml " + (
-        "worker.actor.model.model_path=${M} algorithm.online_filtering=True trainer.max_steps=12 "
-        """worker.rollout.val_override_config='{"n": 4, "top_p": 0.7}'"""
-    )
-    made, c, _ = written(tmp_path, "examples/run.sh", script)
-    expected = {
-        "prompts_per_step": 64, "prompts_per_update": 32, "group_size": 4, "num_steps": 12,
-        "model.path": "Qwen/Qwen3-4B", "microbatch": 2, "rollout.resample_rounds": 19, "rollout.temperature": 0.9,
-        "loss.clip_high": 0.25, "loss.delta": 3.0, "kl.coef": 0.01, "kl.placement": "loss",
-        "optim.warmup_ratio": 0.1, "optim.warmup_steps": 0, "seed": 1, "checkpoint.every": 5,
-    }  # fmt: skip
-    assert differing(expected, c) == {}
-    kinds = {"worker.rollout.val_override_config": "unsupported", "reward.functions": "yours"}
-    assert differing_kinds(kinds, made) == {} and "num_steps" not in made.user_tasks()
-    alone = made_of(tmp_path, "elsewhere.sh", script.replace("examples/config.yaml", "not/there.yaml"))
-    assert alone.outcomes["config"].kind == "unsupported"
-
-
 def test_a_json_file_is_read_as_a_yaml_file_is(tmp_path):
     in_json = json.dumps(keys_of(tmp_path, "grpo.yaml", TRL_YAML))
     assert made_of(tmp_path, "grpo.json", in_json).fields() == made_of(tmp_path, "grpo.yaml", TRL_YAML).fields()
@@ -445,6 +374,8 @@ def test_the_name_of_a_program_tells_pairs_from_rewards(tmp_path):
         ("run.sh", "python -m recipes.simpo --model_name_or_path a/b --simpo_gamma 1", trl.SIMPO),
         ("run.sh", "python scripts/grpo_after_dpo.py --model_name_or_path a/b --beta 0.1", trl.GRPO),
         ("dpo.yaml", "model_name_or_path: a/b\nbeta: 0.1\n", trl.DPO),
+        ("run.sh", "trl rloo --model_name_or_path a/b --beta 0.1", trl.RLOO),
+        ("run.sh", "python rloo.py --model_name_or_path a/b --beta 0.1", trl.RLOO),
     ):
         assert made_of(tmp_path, name, text).table is system, text
 
@@ -624,6 +555,8 @@ def test_a_command_may_name_a_file_that_is_made_of_others(tmp_path):
 def test_a_file_that_is_not_there_is_unsupported_and_verls_own_is_not(tmp_path):
     made = made_of(tmp_path, "run.sh", COMMAND.format("--config-name=mine"))
     assert list(made.with_kind("unsupported")) == ["--config-name"]
+    made = made_of(tmp_path, "run.sh", "python3 -m verl.trainer.main config=not/there.yaml worker.rollout.n=4")
+    assert list(made.with_kind("unsupported")) == ["config"]
     for own in ("ppo_trainer", "ppo_megatron_trainer.yaml"):
         made = made_of(tmp_path, "run.sh", COMMAND.format(f"--config-path=config --config-name='{own}'"))
         assert made.with_kind("unsupported") == {}, own
@@ -778,21 +711,13 @@ MEANINGS = [
      {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0}),
     ("trl_ppo", dict(lr_scheduler_type="constant", warmup_steps=20), {"warmup_steps": "mapped"},
      {"optim.warmup_steps": 0, "critic.optim.warmup_steps": 0}),
-    ("trl_grpo", dict(lr_scheduler_type="constant_with_warmup", warmup_ratio=0.1), {"warmup_ratio": "mapped"},
-     {"optim.warmup_ratio": 0.1, "optim.decay": "constant"}),
     # a share of the run
     ("trl_grpo", dict(eval_strategy="steps", eval_steps=0.1, max_steps=200), {"eval_steps": "changed"},
      {"eval.every": 20}),
     ("trl_grpo", dict(save_steps=0.25, max_steps=200, num_iterations=2), {"save_steps": "changed"},
      {"checkpoint.every": 25}),
-    ("trl_grpo", dict(eval_strategy="steps", eval_steps=7, max_steps=200), {"eval_steps": "mapped"}, {"eval.every": 7}),
-    ("trl_grpo", dict(eval_strategy="steps", eval_steps=0.1), {"eval.every": "yours"}, {}),
-    *((system, dict(evaluation_strategy="steps", eval_steps=10, max_steps=200), {"evaluation_strategy": "changed"},
-       {"eval.every": 10, "eval": None}) for system in ("trl_grpo", "trl_dpo")),
     ("trl_dpo", dict(dataset_name="data/pairs.jsonl", eval_strategy="steps", max_steps=40, eval_steps=0.1),
      {"eval.source": "yours"}, {"eval.every": 4}),
-    ("trl_grpo", dict(reward_funcs=["accuracy_reward"]), {"reward_funcs": "mapped"},
-     {"reward.functions": ("math.accuracy(anchors=True)",)}),
     ("trl_grpo", dict(run_name="first"), {"run_name": "mapped"}, {"log.name": "first"}),
     # what a schedule does with other arguments is not here
     ("trl_grpo", dict(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2}),
@@ -814,35 +739,22 @@ MEANINGS = [
      {"aggregate.constant_length": 0}),
     # what the critic has of its own
     ("verl", VERL_PPO | {"critic.ppo_epochs": 4}, {"critic.ppo_epochs": "changed"}, {"epochs": 1}),
-    ("verl", VERL_PPO | {"critic.ppo_epochs": 1}, {"critic.ppo_epochs": "no effect"}, {}),
     ("verl", VERL_PPO | {"critic.ppo_mini_batch_size": 64}, {"critic.ppo_mini_batch_size": "changed"}, {}),
     ("verl", VERL_PPO | {"critic.loss_agg_mode": "seq-mean-token-mean"}, {"critic.loss_agg_mode": "changed"}, {}),
     ("easyr1", VERL_PPO | {"worker.critic.ppo_epochs": 2, "worker.critic.global_batch_size": 64},
      {"worker.critic.ppo_epochs": "changed", "worker.critic.global_batch_size": "changed"}, {}),
     ("search_r1", SEARCHES | VERL_PPO | {"critic.ppo_epochs": 3}, {"critic.ppo_epochs": "changed"}, {}),
-    ("trl_ppo", dict(reward_model_path="a/rm"), {"reward_model_path": "changed"}, {"critic.path": "a/rm"}),
-    ("search_r1", SEARCHES | {"data.max_response_length": 100}, {"data.max_response_length": "changed"},
-     {"turns.tokens": 100}),
-    *((system, dict(weight_decay=decay), {"weight_decay": kind}, {"optim.weight_decay": decay})
-      for system in ("trl_grpo", "trl_ppo") for decay, kind in ((0.1, "changed"), (0.0, "mapped"))),
-    *(("trl_grpo", dict(loss_type=loss, mask_truncated_completions=on), {"mask_truncated_completions": kind},
-       {"mask.truncated": on})
-      for loss, on, kind in (("grpo", True, "changed"), ("dr_grpo", True, "changed"), ("dapo", True, "mapped"),
-                             ("grpo", False, "mapped"))),
-    # a longer prompt is filtered before truncation looks at it
-    *(("verl", VERL_GRPO | {"data.filter_overlong_prompts": filtered, "data.truncation": cut},
-       {"data.truncation": kind}, {"data.overlong": overlong})
-      for filtered, cut, kind, overlong in ((True, "error", "mapped", "drop"), (False, "error", "mapped", "error"),
-                                            (True, "left", "mapped", "drop"), (False, "left", "changed", "drop"))),
+    *((system, dict(weight_decay=0.1), {"weight_decay": "changed"}, {"optim.weight_decay": 0.1})
+      for system in ("trl_grpo", "trl_ppo")),
+    *(("trl_grpo", dict(loss_type=loss, mask_truncated_completions=True), {"mask_truncated_completions": "changed"},
+       {"mask.truncated": True}) for loss in ("grpo", "dr_grpo")),
+    ("verl", VERL_GRPO | {"data.filter_overlong_prompts": False, "data.truncation": "error"},
+     {"data.truncation": "mapped"}, {"data.overlong": "error"}),
     # the penalty of veRL: the gradients of kl and k3+ have mean zero, and those of grpo would be divided by a deviation
     *(("verl", kl_of_verl(use_kl_loss=True, kl_loss_type=theirs), {f"{ACTOR}use_kl_loss": kind},
        {"kl.placement": placement, "kl.estimator": ours})
-      for theirs, placement, ours, kind in (("low_var_kl", "loss", "k3", "mapped"), ("mse", "loss", "k2", "mapped"),
-                                            ("kl", "loss", "k2", "changed"), ("k3+", "loss", "k2", "changed"),
+      for theirs, placement, ours, kind in (("kl", "loss", "k2", "changed"), ("k3+", "loss", "k2", "changed"),
                                             ("abs", None, None, "unsupported"))),
-    ("verl", kl_of_verl(use_kl_loss=False), {f"{ACTOR}use_kl_loss": "mapped"}, {"kl": None, "kl.placement": None}),
-    ("verl", kl_of_verl("rloo", True, use_kl_loss=False), {"algorithm.use_kl_in_reward": "mapped"},
-     {"kl.placement": "reward", "kl.estimator": "k1"}),
     ("verl", kl_of_verl("grpo", True, use_kl_loss=False), {"algorithm.use_kl_in_reward": "changed"},
      {"kl.placement": "loss", "kl.estimator": "k2"}),
     ("verl", kl_of_verl("reinforce_plus_plus_baseline", True, use_kl_loss=False),
@@ -850,26 +762,16 @@ MEANINGS = [
     ("verl", kl_of_verl("rloo", True, use_kl_loss=True, kl_loss_type="low_var_kl"),
      {"algorithm.use_kl_in_reward": "unsupported"}, {"kl.placement": "loss", "kl.estimator": "k3"}),
     # names of aggregations
-    *((system, {key: value}, {}, {"aggregate.mode": mode, "aggregate.constant_length": length})
-      for system, key, value, mode, length in (
-        ("verl", f"{ACTOR}loss_agg_mode", "token-mean", "token_mean", 0),
-        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-mean", "sequence_mean", 0),
-        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-sum", "sequence_sum", 0),
-        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-sum-norm", "constant", 512),
-        ("easyr1", "worker.actor.loss_avg_mode", "seq", "sequence_mean", 0),
-        ("trl_grpo", "loss_type", "grpo", "sequence_mean", 0), ("trl_grpo", "loss_type", "bnpo", "token_mean", 0),
-        ("trl_grpo", "loss_type", "dr_grpo", "constant", 512), ("trl_grpo", "loss_type", "luspo", "sequence_sum", 0))),
-    *(("trl_grpo", dict(beta=0.1, **given), {}, {"kl.estimator": ours})
-      for given, ours in (({}, "k3_weighted"), (dict(use_bias_correction_kl=False), "k3"))),
-    # which veRL until 0.7.0 summed over the sequences of a micro-batch
-    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"}, {f"{ACTOR}loss_agg_mode": "changed"}, {}),
-    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum"}, {f"{ACTOR}loss_agg_mode": "mapped"}, {}),
+    *((system, {key: value}, {}, {"aggregate.mode": mode, "aggregate.constant_length": 0})
+      for system, key, value, mode in (
+        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-mean", "sequence_mean"),
+        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-sum", "sequence_sum"),
+        ("trl_grpo", "loss_type", "bnpo", "token_mean"), ("trl_grpo", "loss_type", "luspo", "sequence_sum"))),
+    ("trl_grpo", dict(beta=0.1), {}, {"kl.estimator": "k3_weighted"}),
     # losses of pairs that are not here
     *(("trl_dpo", {"loss_type": loss, "max_steps": 10}, {"loss_type": "unsupported"}, {"loss.name": None})
       for loss in ("hinge", ["sigmoid", "hinge"], ["sft"])),
     ("trl_simpo", {"loss_type": "ipo"}, {"loss_type": "unsupported"}, {}),
-    ("verl", VERL_GRPO | {"custom_reward_function.path": "a/score.py", "custom_reward_function.name": "f"},
-     {"reward.functions": "yours"}, {"reward.functions": ("my_rewards.f",)}),
     # a quantized model is a base in int8 if only adapters learn, in any order of the keys
     ("trl_grpo", {"use_peft": True, LOAD: True}, {LOAD: "changed"}, {"adapters.base_dtype": "int8"}),
     ("trl_grpo", {LOAD: True, "use_peft": True}, {LOAD: "changed"}, {"adapters.base_dtype": "int8"}),
@@ -894,24 +796,10 @@ TINY_ZERO = (
     " actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size=8"
     " actor_rollout_ref.model.path=a/b trainer.total_training_steps=9"
 )
-NOISY = """
-data: {train_files: a/b@train, max_prompt_length: 64, answer_key: answer}
-worker:
-  actor: {entropy_coeff: 1.0e-3, use_kl_loss: true, kl_loss_coef: 1.0e-2, kl_loss_type: low_var_kl,
-          model: {model_path: a/b}}
-  rollout: {n: 5}
-  reward: {reward_type: function, compute_score: math}
-algorithm: {adv_estimator: grpo, kl_coef: 0.0}
-trainer: {max_steps: 9}
-"""
 VERSIONS = [  # a file, fields of its config, and what is unknown
     ("v.sh", "# pip install verl==0.2\n" + TINY_ZERO.format(""),
      {"kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.001, "entropy.coef": 0.001, "loss.delta": 0.0,
       "loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae", "num_steps": 8}, []),
-    ("v.sh", TINY_ZERO.format(""), {"loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae"},
-     ["entropy", "kl", "loss.delta", "num_steps"]),
-    ("v.sh", TINY_ZERO.format(f"{ACTOR}clip_ratio=0.1 {ACTOR}fsdp_config.grad_offload=True"),
-     {"loss.clip_low": 0.1, "loss.clip_high": 0.1}, []),
     ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.use_kl_loss=True"), {"kl.placement": "loss"},
      ["entropy", "loss.delta", "num_steps"]),
     ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.loss_agg_mode=token-mean"),
@@ -920,10 +808,6 @@ VERSIONS = [  # a file, fields of its config, and what is unknown
      ["entropy", "kl", "loss.delta", "num_steps"]),
     ("v.sh", TINY_ZERO.replace("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu").format(""),
      {"kl": None, "entropy": None, "loss.delta": 3.0}, []),
-    ("e.yaml", NOISY, {"loss.clip_high": 0.2, "loss.delta": 0.0, "entropy.coef": 1e-3, "kl.placement": "loss",
-                       "kl.coef": 0.01, "kl.estimator": "k3", "reward.functions": ("easyr1.math",)}, []),
-    ("e.yaml", re.sub("entropy_coeff.*", "clip_ratio: 0.1,", NOISY),
-     {"loss.clip_low": 0.1, "loss.clip_high": 0.1, "entropy.coef": 1e-3, "kl.placement": "loss", "kl.coef": 1e-3}, []),
 ]  # fmt: skip
 
 
@@ -973,8 +857,9 @@ def test_arguments_of_a_reward_and_loggers_are_carried_over(tmp_path):
     assert (made.fields()["log.to"], made.fields()["log.project"]) == (("wandb",), "sums")
     assert program.run(tmp_path / "a.sh", None, 0, 0) == 0  # also where wandb is not installed
     reward = "reward: {reward_function: 'a.py:f', reward_function_kwargs: {w: 2}}"
-    text = f"worker: {{actor: {{model: {{model_path: a/b}}}}, {reward}}}"
-    assert made_of(tmp_path, "e.yaml", text).fields()["reward.functions"] == ("my_rewards.f(w=2)",)
+    made = made_of(tmp_path, "e.yaml", f"worker: {{actor: {{model: {{model_path: a/b}}}}, {reward}}}")
+    assert made.fields()["reward.functions"] == ("my_rewards.f(w=2)",)
+    assert "a.py" in made.user_tasks()["reward.functions"]
 
 
 def test_a_translation_imports_no_part_of_a_run():
@@ -984,16 +869,11 @@ def test_a_translation_imports_no_part_of_a_run():
     assert done.stdout.strip() == "set()"
 
 
-def test_a_placeholder_for_the_machines_is_no_reason_to_end(tmp_path):
-    script = V + OWN + "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 trainer.nnodes=TO_BE_FILLED"
-    assert program.run(write(tmp_path, "a.sh", script), None, 0, 0) == 0
-
-
 V = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 "
 OWN = "actor_rollout_ref.model.path=a/b data.train_files=c/gsm8k/d.parquet trainer.total_training_steps=9 "
 SCRIPT = "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(max_steps=9, {}), load_dataset('c/d'))"
 UNKNOWN = [  # a file, and what it leaves unknown
-    ("a.sh", V + OWN, []),
+    ("a.sh", V + OWN + f"{ACTOR}ppo_micro_batch_size_per_gpu=2 trainer.nnodes=TO_BE_FILLED", []),  # changes no number
     ("a.sh", V + OWN + "data.train_files=$D/train.parquet",
      ["data.source", "data.convert", "reward.functions", "reward.weights"]),
     ("a.sh", V + OWN + "trainer.test_freq=5 data.val_files=$D/test.parquet", ["eval.source", "eval.convert"]),
@@ -1112,12 +992,9 @@ LAUNCHES = [  # how a script is started, the processes that train (0: the file d
     ("torchrun --nproc_per_node=8 --nnodes 2", 16, {}), ("torchrun --standalone --nproc-per-node 4", 4, {}),
     ("N=3\ntorchrun --nnodes=$N --nproc_per_node 2 --rdzv_backend c10d", 6, {}),
     ("torchrun --nproc_per_node=gpu", 0, {}), ("torchrun --nnodes=1:4 --nproc_per_node=8", 0, {}),
-    ("torchrun --nnodes=2", 2, {}), ("python -m torch.distributed.run --nproc_per_node 8", 8, {}),
-    ("python3 -m torch.distributed.launch --nproc_per_node=2 --nnodes=2", 4, {}),
-    ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile hosts", 16, {}), ("deepspeed --include localhost:0,1,2", 3, {}),
-    ("deepspeed --include=a:0,1@b:0", 3, {}), ("deepspeed", 0, {}),
+    ("torchrun --nnodes=2", 2, {}), ("python3 -m torch.distributed.launch --nproc_per_node=2 --nnodes=2", 4, {}),
+    ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile hosts", 16, {}), ("deepspeed --include=a:0,1@b:0", 3, {}),
     ("accelerate launch --num_machines 2 --num_processes 16 --machine_rank 0", 16, {}),  # of all machines
-    ("accelerate launch --config_file zero3.yaml", 8, {"zero3.yaml": "num_machines: 1\nnum_processes: 8\n"}),
     ("accelerate launch --config_file zero3.yaml --num_processes=7", 7, {"zero3.yaml": "num_processes: 8\n"}),
     ("accelerate launch --config_file elsewhere/zero3.yaml", 0, {}),
     ("python3 -m accelerate.commands.launch --num_processes 2", 2, {}),
@@ -1151,10 +1028,8 @@ def test_the_processes_of_every_launcher_count_and_its_flags_are_keys(tmp_path):
 
 # Launchers of Slurm and MPI whose flags are not read: the number of processes is the user's to say.
 TOLD_LAUNCHES = [
-    "mpirun -np 8 python", "/opt/openmpi/bin/mpiexec.hydra -n 6 -H a:3,b:3 python", "mpiexec -np $N python",
-    "srun -N2 -n16 --gres gpu:8 python", "srun --ntasks=4 --exclusive python", "srun python -u",
-    "srun -N 3 --ntasks-per-node 2 singularity exec image.sif python", 
-    "#SBATCH --nodes=2 --ntasks-per-node=8\nsrun python", "srun --nodes=2 accelerate launch",
+    "/opt/openmpi/bin/mpiexec.hydra -n 6 -H a:3,b:3 python", "mpirun -np $N python", "srun python -u",
+    "srun -N 3 --ntasks-per-node 2 singularity exec image.sif python", "srun --nodes=2 accelerate launch",
 ]  # fmt: skip
 
 
@@ -1203,16 +1078,6 @@ def test_a_script_whose_config_comes_from_its_command_line_names_the_line(tmp_pa
     wording(printed)
 
 
-def test_a_part_of_a_split_is_the_users_to_write(tmp_path):
-    for rows in (
-        "load_dataset('c/d', split='train[:9]')",
-        "load_dataset('c/d')[a.split]",
-        "load_dataset('c/d', a.name)",
-    ):
-        made = made_of(tmp_path, "grpo.py", f"GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), {rows})")
-        assert made.outcomes["trainer.train_dataset"].kind == "unsupported" and "data.source" in made.user_tasks()
-
-
 def test_no_text_of_a_script_controls_the_terminal(tmp_path, capsys):
     attack = "\x1b]52;c;aGk=\x07\x1b[2J\x9b2J"
     path = tmp_path / "run.sh"
@@ -1221,11 +1086,3 @@ def test_no_text_of_a_script_controls_the_terminal(tmp_path, capsys):
     assert program.run(path, tmp_path / "mine.py", 0, 0) == 1
     told = capsys.readouterr().out + (tmp_path / "mine.py").read_text()
     assert told.count("\\x1b]52;c;aGk=\\x07") >= 3 and not set("\x1b\x07\x9b") & set(told)
-
-
-def test_a_reward_function_of_easyr1_is_copied_and_not_rewritten(tmp_path):
-    text = "worker: {reward: {reward_function: 'a/score.py:f'}, rollout: {n: 5}}"
-    made = made_of(tmp_path, "e.yaml", text)
-    assert (
-        made.fields()["reward.functions"] == ("my_rewards.f",) and "a/score.py" in made.user_tasks()["reward.functions"]
-    )

@@ -6,10 +6,9 @@ Each launch once became another run without a word.
 from __future__ import annotations
 
 import pytest
+from test_translate import made_of, read_and_translate, write
 
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import readers
-from jaxrl_llm.tools.translate.outcome import translate
 
 COMMON = (
     "python3 -m verl.trainer.main_ppo data.train_files=d/gsm8k/train.parquet data.train_batch_size=128 "
@@ -63,9 +62,13 @@ RUNS = [  # file, text, fields, and some of what is unknown
     ("v.sh", f"{VERL}trainer.experiment_name=$NAME", {}, ["log.name"]),
     ("r.sh", f"{EPISODES} --run_name $NAME", {}, ["log.name"]),
     ("e.yaml", EASYR1 % "critic_warmup: 3", {}, ["trainer.critic_warmup"]),
+    ("e.yaml", "data: {val_files: a/b@test}\n" + EASYR1 % "test_freq: 5", {"eval.every": 5}, []),
     ("e.sh", f"{SPRING}warmup_style=constant", {"optim.decay": "constant"}, []),
     ("e.sh", f"{SPRING}warmup_style=cosine", {}, ["optim.decay"]),
     ("e.sh", f"{SPRING}warmup_style=cosine worker.actor.clip_ratio=0.2", {"optim.decay": "constant"}, []),
+    ("e.sh", f"{SPRING}lr=1e-6 worker.actor.clip_ratio=0.1 worker.actor.use_kl_loss=true",
+     {"loss.clip_low": 0.1, "loss.clip_high": 0.1, "loss.delta": 0.0, "entropy.coef": 1e-3, "kl.placement": "loss",
+      "kl.coef": 1e-3, "kl.estimator": "k3"}, []),
     ("r.sh", EPISODES, {"optim.clip_norm": 0.0}, ["checkpoint.every"]),
     ("g.yaml", f"{TRL}reward_weights: [1.0, 0.2, 0.1]", {"reward.weights": (1.0, 0.2, 0.1)}, ["reward.functions"]),
     ("g.yaml", f"{TRL}reward_funcs: [accuracy]\nlora_dropout: 0.1\nuse_peft: true", {}, ["lora_dropout"]),
@@ -78,18 +81,10 @@ RUNS = [  # file, text, fields, and some of what is unknown
 
 @pytest.mark.parametrize(("name", "text", "fields", "unknown"), RUNS)
 def test_what_makes_another_run_is_translated_or_told(name, text, fields, unknown, tmp_path):
-    (path := tmp_path / name).write_text(text)
-    source = readers.read(path)
-    made = translate(source.table, source.keys)
+    made = made_of(tmp_path, name, text)
     assert {field: made.fields().get(field) for field in fields} == fields
     assert set(unknown) <= made.unknown().keys()
     assert not (fields.keys() & made.unknown().keys())
-
-
-def test_a_key_of_one_of_easyr1s_examples_has_its_newer_name(tmp_path):
-    (path := tmp_path / "e.yaml").write_text("data: {val_files: a/b@test}\n" + EASYR1 % "test_freq: 5")
-    source = readers.read(path)
-    assert translate(source.table, source.keys).fields()["eval.every"] == 5
 
 
 HYDRA = (
@@ -110,17 +105,14 @@ DPOTrainer("a/b", None, args, train_dataset="c/d", peft_config=LoraConfig(r=own.
 LAUNCHES = [  # files beside the launch, the launch, fields, and what is unknown
     # a variable that the script exports wins over the default of a reference, and a command sees no other variable
     ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
-     "export LR=5e-6\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
-     {"optim.learning_rate": 5e-6}, []),
-    ({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
      "export LR=$(cat lr.txt)\npython3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
      {}, ["optim.learning_rate"]),
     *(({"conf/a.yaml": HYDRA % "${oc.env:LR,1e-6}"},
        f"{before}python3 -m verl.trainer.main_ppo --config-path=conf --config-name=a",
        {"optim.learning_rate": rate}, [])
       for before, rate in {
-          "LR=5e-6\n": 1e-6, "LR=5e-6 ": 5e-6, "LR=5e-6\nexport LR\n": 5e-6, "declare -x LR=5e-6\n": 5e-6,
-          "set -a\nLR=5e-6\nset +a\n": 5e-6, "set -a\nset +a\nLR=5e-6\n": 1e-6,
+          "LR=5e-6\n": 1e-6, "LR=5e-6 ": 5e-6, "export LR=5e-6\n": 5e-6, "LR=5e-6\nexport LR\n": 5e-6,
+          "declare -x LR=5e-6\n": 5e-6, "set -a\nLR=5e-6\nset +a\n": 5e-6, "set -a\nset +a\nLR=5e-6\n": 1e-6,
       }.items()),
     # a config that the script writes, with and without an unknown value
     ({}, f"cat > a.yaml <<EOF\n{MATH % '5e-6'}EOF\npython3 -m verl.trainer.main config=a.yaml",
@@ -140,11 +132,8 @@ LAUNCHES = [  # files beside the launch, the launch, fields, and what is unknown
 def test_variables_and_files_of_a_launch_reach_its_config(number, tmp_path):
     files, text, fields, unknown = LAUNCHES[number]
     for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    (path := tmp_path / "run.sh").write_text(text)
-    source = readers.read(path)
-    made = translate(source.table, source.keys, pinned=source.pinned)
+        write(tmp_path, name, content)
+    source, made = read_and_translate(tmp_path, "run.sh", text)
     assert {field: made.fields().get(field) for field in fields} == fields and source.lost == ()
     assert set(unknown) <= made.unknown().keys() and not (fields.keys() & made.unknown().keys())
 
@@ -164,22 +153,15 @@ SAID = [  # a launch, and a word of the comments on its config, which another la
 def test_a_difference_from_one_release_or_value_is_said_for_it_alone(text, other, words, tmp_path):
     reasons = []
     for launch in (text, other):
-        (path := tmp_path / "run.sh").write_text(launch)
-        source = readers.read(path)
-        made = translate(source.table, source.keys, pinned=source.pinned)
+        made = made_of(tmp_path, "run.sh", launch)
         outcomes = [*made.outcomes.values(), *made.defaults.values()]
         reasons.append(" ".join(one.reason for one in outcomes if one.kind == "changed"))
     assert (words in reasons[0], words in reasons[1]) == (True, False)
 
 
-def test_a_template_in_a_config_is_complete_and_a_file_is_a_task(tmp_path):
+def test_a_template_in_a_config_is_complete_and_a_file_is_the_users_to_set(tmp_path, capsys):
     for template, is_task in (("./a.jinja", True), ("'{{ content }} Think first.'", False)):
-        (path := tmp_path / "e.yaml").write_text(f"data: {{format_prompt: {template}}}\n" + EASYR1 % "total_epochs: 1")
-        source = readers.read(path)
-        assert ("data.format_prompt" in translate(source.table, source.keys).user_tasks()) == is_task
-
-
-def test_a_field_of_the_same_name_as_a_key_is_the_users_to_set(tmp_path, capsys):
-    (path := tmp_path / "e.yaml").write_text("data: {format_prompt: ./a.jinja}\n" + EASYR1 % "total_epochs: 1")
-    program.run(path, None, 0, 0)
-    assert "yours to set: data.format_prompt" in capsys.readouterr().err
+        text = f"data: {{format_prompt: {template}}}\n" + EASYR1 % "total_epochs: 1"
+        assert ("data.format_prompt" in made_of(tmp_path, "e.yaml", text).user_tasks()) == is_task
+        program.run(tmp_path / "e.yaml", None, 0, 0)
+        assert ("yours to set: data.format_prompt" in capsys.readouterr().err) == is_task

@@ -7,112 +7,18 @@ from itertools import product
 
 import pytest
 from test_translate import (
-    differing,
     hub_installed,  # noqa: F401 (a fixture)
-    written,
+    made_of,
+    read_and_translate,
 )
+from test_translated import EXPECTED, FILES
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import launchers, readers
-from jaxrl_llm.tools.translate.outcome import Unread, translate
+from jaxrl_llm.tools.translate.outcome import Unread
 
-CALL = "actor_rollout_ref.model.path=a/b actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo"
 TRL = "--model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward think_format_reward --max_steps 20"
-# Scripts, fields of their configs, and the lines that belong to no command.
-SCRIPTS = {
-    "names first.sh": ("""project_name='DAPO'
-adv_estimator=grpo
-use_kl_in_reward=False
-kl_coef=0.0
-max_prompt_length=$((1024 * 2))
-max_response_length=$((1024 * 20))
-enable_overlong_buffer=True
-overlong_buffer_len=$((1024 * 4))
-gen_prompt_bsz=$((train_prompt_bsz * 3))
-train_prompt_bsz=512
-RAY_ADDRESS=${RAY_ADDRESS:-"http://localhost:8265"}
-WORKING_DIR=${WORKING_DIR:-"${PWD}"}
-RUNTIME_ENV=${RUNTIME_ENV:-"${WORKING_DIR}/verl/trainer/runtime_env.yaml"}
-ray job submit --no-wait --runtime-env="${RUNTIME_ENV}" \\
-    --working-dir "${WORKING_DIR}" \\
-    -- python3 -m recipe.dapo.main_dapo \\
-    data.prompt_key=prompt \\
-    data.truncation='left' \\
-    data.max_prompt_length=${max_prompt_length} \\
-    data.max_response_length=${max_response_length} \\
-    data.train_batch_size=${train_prompt_bsz} \\
-    actor_rollout_ref.rollout.n=16 \\
-    algorithm.adv_estimator=${adv_estimator} \\
-    algorithm.use_kl_in_reward=${use_kl_in_reward} algorithm.kl_ctrl.kl_coef=${kl_coef} \\
-    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
-    +actor_rollout_ref.model.override_config.attention_dropout=0. \\
-    actor_rollout_ref.model.path="${MODEL_PATH}" \\
-    reward_model.overlong_buffer.enable=${enable_overlong_buffer} \\
-    reward_model.overlong_buffer.len=${overlong_buffer_len} \\
-    trainer.logger='["console","wandb"]' trainer.project_name="${project_name}" \\
-    trainer.total_epochs=1
-""", {"reward.overlong_tokens": 4096, "rollout.max_completion_tokens": 20480, "prompts_per_step": 512}, []),
-    "if blocks.sh": (f"""ENGINE=${{1:-vllm}}
-USE_KL=1
-ARGS=()
-if [ "$USE_KL" = "1" ]; then
-    ARGS+=(actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01)
-else
-    ARGS+=(actor_rollout_ref.actor.entropy_coeff=0.1)
-fi
-if [[ -f extra.sh ]]; then ARGS+=(data.seed=3); fi
-case $ENGINE in
-    vllm) ARGS+=(actor_rollout_ref.rollout.gpu_memory_utilization=0.6) ;;
-    sglang) ARGS+=(actor_rollout_ref.rollout.multi_stage_wake_up=True) ;;
-esac
-if [ "${{NODE_RANK}}" -eq 0 ]; then
-    ray start --head
-    python3 -m verl.trainer.main_ppo {CALL} "${{ARGS[@]}}" actor_rollout_ref.rollout.name=$ENGINE
-else
-    ray start --address "$MASTER"
-fi
-""", {"kl.coef": 0.01, "kl.placement": "loss"},
-     ["${ARGS: a branch decides}: not a key with a value that the script says",
-     "line 7: actor_rollout_ref.actor.entropy_coeff=0.1", "line 9: data.seed=3",
-     "line 12: actor_rollout_ref.rollout.multi_stage_wake_up=True"]),
-    "srun.sh": (f"""#SBATCH --nodes=2
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-ip=$(srun --nodes=1 hostname --ip-address)
-PYTHONUNBUFFERED=1 srun --overlap --nodes=1 -w "$head" \\
-    python3 -m verl.trainer.main_ppo {CALL} \\
-    data.train_batch_size=128 trainer.nnodes="${{SLURM_NNODES}}" trainer.n_gpus_per_node=4 2>&1 | tee verl.log
-""", {}, []),
-    "search_r1.sh": ("""export DATA_DIR='data/nq_search'
-WAND_PROJECT='Search-R1'
-export BASE_MODEL='Qwen/Qwen2.5-3B' ; export EXPERIMENT_NAME=grpo
-PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
-    data.train_files=$DATA_DIR/train.parquet data.val_files=$DATA_DIR/test.parquet \\
-    data.train_data_num=null data.train_batch_size=512 data.max_response_length=500 data.max_start_length=2048 \\
-    data.max_obs_length=500 data.shuffle_train_dataloader=True algorithm.adv_estimator=grpo \\
-    actor_rollout_ref.model.path=$BASE_MODEL actor_rollout_ref.actor.use_kl_loss=true \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.n_agent=5 \\
-    algorithm.no_think_rl=false trainer.logger=['wandb'] +trainer.val_only=false \\
-    trainer.project_name=$WAND_PROJECT trainer.total_training_steps=1005 \\
-    max_turns=2 retriever.url="http://127.0.0.1:8000/retrieve" retriever.topk=3 \\
-    2>&1 | tee $EXPERIMENT_NAME.log
-""", {"group_size": 5, "env.most_searches": 2}, []),
-    "torchrun in a comment's way.sh": (f"""torchrun --nproc_per_node=8 --nnodes 2 \\
-    trl/scripts/grpo.py {TRL} \\
-    --per_device_train_batch_size 2 \\
-    # --num_generations 16 \\
-    --beta 0.01
-""", {"kl": None, "prompts_per_step": 4}, ["line 5: --beta"]),
-    "trl.sh": (f"""ARGS="{TRL}"
-trl grpo $ARGS --use_peft --lora_r 8 --lora_dropout 0.1 --dtype bfloat16 --report_to none
-""", {"adapters.rank": 8}, []),
-    "heredoc.sh": (f"""cat > conf.yaml <<EOF
-beta: ${{BETA:-0.02}}
-num_generations: 4
-EOF
-deepspeed --num_gpus=4 trl/scripts/grpo.py {TRL} --config conf.yaml
-""", {"kl.coef": 0.02, "group_size": 4, "prompts_per_step": 8}, []),
-}  # fmt: skip
 KEY = re.compile(r"(?<![\w./'\"-])[+~]*([a-z_]\w*(?:\.\w+)+)=(?!=)|(?<![\w-])--([a-z_]+)(?=[ =\n])")
 
 
@@ -124,19 +30,13 @@ def keys_in(text: str) -> set[str]:
     return {key.removeprefix("no_") for key in found if "." in key or key in readers.TRL_FLAGS}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_no_key_of_a_script_is_lost_and_each_becomes_exactly_one_thing(name, tmp_path):
-    text, fields, lost = SCRIPTS[name]
-    made, c, comments = written(tmp_path, "run.sh", text)
-    assert differing(fields, c) == {}
-    source = readers.read(tmp_path / "run.sh")
-    assert list(source.lost) == lost and not set(made.defaults) & set(made.outcomes)
+@pytest.mark.parametrize("file", [file for file in EXPECTED if file.endswith(".sh")])
+def test_each_key_of_a_script_is_read_or_named(file):
+    source = readers.read(FILES / file)
     # What the script says and what was read are the same keys, but for those that are named as lost.
     keys = {key.rpartition(".")[2] if key.startswith(launchers.LAUNCHERS) else key for key in source.keys}
-    assert {key for key in keys_in(text) if key not in keys and key not in " ".join(lost)} == set()
+    assert {key for key in keys_in((FILES / file).read_text()) - keys if key not in " ".join(source.lost)} == set()
     assert all(isinstance(value, Unread) or "$" not in str(value) for value in source.keys.values())
-    comments = " ".join(comments.replace("# ", " ").split())
-    assert all(key in comments for key, one in made.outcomes.items() if one.kind in ("unsupported", "no effect"))
 
 
 BEGIN = """
@@ -151,7 +51,7 @@ from utils import build
 name, extra = "Qwen/Qwen3-0.6B", {}
 args = GRPOConfig("out", max_steps=5)
 rows = load_dataset("a/b", split="train")
-model = AutoModelForCausalLM.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16, device_map="auto")
 tok = AutoTokenizer.from_pretrained(name)
 """
 END = """
@@ -163,7 +63,8 @@ WRAPPED = f"model = get_peft_model(model, {LORA})"
 MODEL, ADAPTERS = ["adapters", "model.path"], {"adapters.rank": 4, "adapters.alpha": 8.0, "adapters.targets": "q_proj"}
 ALL = ["advantage", "aggregate", "data", "kl", "loss", "optim", "reward", "rollout"]
 OBJECTS = [  # what a script does before it trains, the fields that it decides, and what is unknown
-    ("", {"model.path": "Qwen/Qwen3-0.6B", "data.source": "a/b@train", "adapters.rank": None}, []),
+    ("", {"model.path": "Qwen/Qwen3-0.6B", "data.source": "a/b@train", "adapters.rank": None,
+          "model.dtype": "bfloat16"}, []),
     # the model between loading and trainer
     (WRAPPED, ADAPTERS | {"adapters.base_dtype": ""}, []),
     (f"extra['peft_config'] = {LORA}", ADAPTERS, []),
@@ -179,6 +80,7 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("model = PeftModel.from_pretrained(model, 'a/adapter')", {"adapters.path": "a/adapter"},
      ["adapters.alpha", "adapters.rank", "adapters.rs", "adapters.targets"]),
     ("model = torch.compile(model).to('cuda')\nmodel.config.use_cache = False\nprint(model)", {}, []),
+    ("args.fp16 = torch.cuda.is_available()", {}, ["fp16"]),
     *((line, {}, MODEL) for line in (
         f"if os.environ.get('LORA'):\n    {WRAPPED}", f"model.add_adapter({LORA})", "build(model)",
         "model = build(name)",
@@ -198,11 +100,11 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("from vllm import SamplingParams\nSamplingParams(stop=[tok.eos_token])", {}, []),
     ("from vllm import serve\nserve(tok)", {}, ["model.path"]),
     # arguments
-    ("args.beta = 0.1", {"kl.coef": 0.1}, []),
+    ("def beta(x=0.1): return x\nargs.beta = beta()", {"kl.coef": 0.1}, []),
+    ("utils.beta = 0.1", {"kl": None}, []),
     ("if os.environ.get('KL'):\n    args.beta = 0.1", {}, ["kl"]),
     ("x = 0.1\nfor i in range(3):\n    x = 2 * x\nargs.beta = x", {}, ["kl"]),
     # environment variables: the default of one that nothing sets, and the value of one that the script sets
-    ("args.beta = float(os.environ.get('KL', '0.1'))", {"kl.coef": 0.1}, []),
     ("args.beta = float(os.getenv('KL', 0.1))", {"kl.coef": 0.1}, []),
     ("os.environ['KL'] = '0.3'\nargs.beta = float(os.environ.get('KL', 0.1))", {"kl.coef": 0.3}, []),
     ("os.environ['KL'] = '0.3'\nargs.beta = float(os.environ['KL'])", {"kl.coef": 0.3}, []),
@@ -229,7 +131,10 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     (f"rows = rows{'.map(len)' * 40}", {"data.convert": "my_data.convert"}, ["data.source"]),
     ("rows = load_dataset('a/b', data_dir='c', split='train')", {}, ["data.convert", "data.source"]),
     ("rows = rows.shuffle(seed=1).remove_columns(['x'])", {"data.source": "a/b@train", "data.convert": ""}, []),
-    ("rows = rows.filter(len)", {"data.source": "a/b@train", "data.convert": "my_data.convert"}, ["data.source"]),
+    *((f"rows = load_dataset('a/b'{rows}", {}, ["data.convert", "data.source"])
+      for rows in (", split='train[:9]')", ")[args.split]", ", args.name)")),
+    ("rows = load_dataset('json', data_files='a.jsonl', split='train')",
+     {"data.source": "a.jsonl", "data.convert": ""}, []),
     ("rows = concatenate_datasets([rows, rows])", {"data.convert": "my_data.convert"}, ["data.source"]),
     ("parts = load_dataset('a/b', split='train').train_test_split(0.1)\nrows, extra['eval_dataset'] = parts['train'], "
      "parts['test']\nargs.eval_strategy, args.eval_steps = 'steps', 2", {"eval.every": 2},
@@ -242,7 +147,7 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("from utils import *\naccuracy_reward = think_format_reward",
      {"reward.functions": ("utils.think_format_reward",)}, []),
     ("from trl.rewards import *\naccuracy_reward = think_format_reward", {"reward.functions": ("format.think",)}, []),
-    ("listed = [think_format_reward]\naccuracy_reward = [*listed]", {"reward.functions": ("format.think",)}, []),
+    ("@dataclass\nclass Own:\n    size: int = 3\naccuracy_reward = build(Own())", {}, ["reward.functions"]),
     ("accuracy_reward = [lambda completions: [1]]", {}, ["reward.functions"]),
     ("extra['callbacks'] = [WandbCallback()]", {}, []),
     ("extra['callbacks'] = [EarlyStoppingCallback(3)]", {}, ["trainer.callbacks"]),
@@ -255,78 +160,46 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
 @pytest.mark.parametrize("number", range(len(OBJECTS)))
 def test_what_a_script_does_to_its_objects_is_read_or_unknown(number, tmp_path):
     lines, fields, unknown = OBJECTS[number]
-    (path := tmp_path / "grpo.py").write_text(BEGIN + lines + END)
-    source = readers.read(path)
-    made = translate(source.table, source.keys)
+    source, made = read_and_translate(tmp_path, "grpo.py", BEGIN + lines + END)
     assert {name: made.fields().get(name) for name in fields} == fields
     assert sorted(made.unknown()) == unknown and source.lost == ()
-    assert program.run(path, None, 0, 0) == int(bool(unknown))
+    assert program.run(tmp_path / "grpo.py", None, 0, 0) == int(bool(unknown))
 
 
 def test_a_default_of_an_environment_variable_is_in_a_note(tmp_path):
-    (path := tmp_path / "grpo.py").write_text(f"{BEGIN}args.beta = float(os.environ.get('KL', '0.1')){END}")
-    assert ["KL" in note for note in readers.read(path).notes] == [True]
-    (script := tmp_path / "run.sh").write_text("export KL=0.4\npython grpo.py\n")
-    source = readers.read(script)
-    assert translate(source.table, source.keys).fields()["kl.coef"] == 0.4
-    assert not [note for note in source.notes if "KL" in note]
+    script = f"{BEGIN}args.beta = float(os.environ.get('KL', '0.1')){END}"
+    for launch, beta, notes in (("", 0.1, 1), ("export KL=0.4\n", 0.4, 0)):
+        (tmp_path / "grpo.py").write_text(script)
+        source, made = read_and_translate(tmp_path, "run.sh", f"{launch}python grpo.py\n")
+        assert (made.fields()["kl.coef"], len([note for note in source.notes if "KL" in note])) == (beta, notes)
+
+
+COMMENTS = {  # a comment of a script, and whether it leaves the number of processes unknown
+    '"""Run with 8 GPUs."""': True,
+    "# accelerate launch --num_processes 4 grpo.py": True,
+    "# measured on 4x A100": True,
+    "# one 24 GB GPU, a group of 8": False,
+    "# runs on 1x A100": False,
+    "# 16-bit GPUs": False,
+    "# 1.5 GPUs": False,
+}
 
 
 def test_a_comment_on_several_processes_leaves_the_batch_unknown(tmp_path):
-    path = tmp_path / "grpo.py"
-    for comment, is_unknown in (
-        ('"""Run with 8 GPUs."""', True),
-        ("# accelerate launch --num_processes 4 grpo.py", True),
-        ("# measured on 4x A100", True),
-        *(
-            (f"# {text}", False)
-            for text in (
-                "one 24 GB GPU, a group of 8",
-                "runs on 1x A100",
-                "24GB GPUs",
-                "80 GB GPUs",
-                "16-bit GPUs",
-                "1.5 GPUs",
-            )
-        ),
-    ):
-        path.write_text(comment + BEGIN + END)
-        source = readers.read(path)
-        assert ("prompts_per_step" in translate(source.table, source.keys).unknown()) == is_unknown, comment
-        assert "prompts_per_step" not in translate(source.table, source.keys, processes=2).unknown()
-
-
-def test_what_a_function_makes_of_parsed_arguments_is_one_unread_value(tmp_path):
-    lines = "@dataclass\nclass Own:\n    size: int = 3\naccuracy_reward = build(Own())"
-    (path := tmp_path / "grpo.py").write_text(BEGIN + lines + END)
-    source = readers.read(path)
-    assert [key for key in source.keys if key.startswith("trainer.reward_funcs")] == ["trainer.reward_funcs"]
-    assert "reward.functions" in translate(source.table, source.keys).unknown()
+    for comment, is_unknown in COMMENTS.items():
+        text = comment + BEGIN + END
+        assert ("prompts_per_step" in made_of(tmp_path, "grpo.py", text).unknown()) == is_unknown, comment
+        assert "prompts_per_step" not in made_of(tmp_path, "grpo.py", text, processes=2).unknown()
 
 
 def test_a_script_that_changes_a_class_of_trl_is_told(tmp_path):
-    (path := tmp_path / "grpo.py").write_text(f"{BEGIN}GRPOTrainer.compute_loss = build{END}")
-    assert ["GRPOTrainer.compute_loss" in line for line in readers.read(path).lost] == [True]
-    assert program.run(path, None, 0, 0) == 1
+    source, _ = read_and_translate(tmp_path, "grpo.py", f"{BEGIN}GRPOTrainer.compute_loss = build{END}")
+    assert ["GRPOTrainer.compute_loss" in line for line in source.lost] == [True]
+    assert program.run(tmp_path / "grpo.py", None, 0, 0) == 1
 
 
-def test_a_batch_that_a_script_does_not_say_hides_no_other_field(tmp_path):
-    (path := tmp_path / "unsloth.py").write_text(
-        "from unsloth import FastLanguageModel\nfrom trl import GRPOConfig, GRPOTrainer\n"
-        "cfg = yaml.safe_load(open('run.yaml'))\nmodel, tok = FastLanguageModel.from_pretrained('a/b')\n"
-        "model = FastLanguageModel.get_peft_model(model, r=cfg['rank'])\n"
-        "args = GRPOConfig(max_steps=250, save_steps=125, beta=0, weight_decay=0, "
-        "per_device_train_batch_size=cfg['batch'])\n"
-        "GRPOTrainer(model, accuracy_reward, args, 'c/d', processing_class=tok).train()\n"
-    )
-    source = readers.read(path)
-    made = translate(source.table, source.keys)
-    assert sorted(made.unknown()) == ["adapters.rank", "prompts_per_step", "prompts_per_update"]
-    fields = {"adapters.name": "lora", "adapters.base_dtype": "int8", "num_steps": 250, "checkpoint.every": 125}
-    assert {name: made.fields()[name] for name in fields} == fields
-
-
-UNSLOTH, CLASSES = "from unsloth import FastLanguageModel\n", "from trl import GRPOConfig, GRPOTrainer\n"
+UNSLOTH = "from unsloth import FastLanguageModel, PatchFastRL; PatchFastRL('GRPO', FastLanguageModel)\n"
+CLASSES = "from trl import GRPOConfig, GRPOTrainer\n"
 SURE = {"seed": 3407, "optim.learning_rate": 5e-5, "optim.warmup_ratio": 0.1}
 UNSURE = ["kl", "optim.weight_decay"]  # defaults that versions of Unsloth have otherwise
 OF_TRL = {"seed": 42, "optim.learning_rate": 1e-6, "optim.warmup_ratio": 0.0, "optim.weight_decay": 0.0, "kl": None}
@@ -334,12 +207,12 @@ BATCH = ["prompts_per_step", "prompts_per_update"]
 PATCHED = [  # what a script imports, arguments of its config, fields, and what is unknown
     (UNSLOTH + CLASSES, "num_generations=4", SURE | {"prompts_per_update": 2}, UNSURE),
     (f"import unsloth, trl\n{CLASSES}", "num_generations=4, beta=0.1, weight_decay=0", SURE | {"kl.coef": 0.1}, []),
-    (UNSLOTH + CLASSES, "num_generations=2, seed=1", {"seed": 1, "prompts_per_update": 4}, UNSURE),
+    (UNSLOTH + CLASSES, "seed=1, save_steps=3, per_device_train_batch_size=build()",
+     {"seed": 1, "checkpoint.every": 3}, UNSURE + BATCH),
     (UNSLOTH + CLASSES, "num_generations=3", {"prompts_per_step": 2, "group_size": 3}, UNSURE),  # the batch of 4 is 3
     (UNSLOTH + CLASSES, "num_generations=8", {}, UNSURE + BATCH),
     (UNSLOTH + CLASSES, "max_prompt_length=9", {"seed": 3407, "rollout.max_completion_tokens": 256},
      [*UNSURE, *BATCH, "aggregate.mode", "model.dtype", "rollout.temperature", "rollout.top_k"]),
-    (CLASSES, "num_generations=8", OF_TRL, []),
     (CLASSES + UNSLOTH, "num_generations=8", OF_TRL, []),  # the names keep TRL's own classes
     (f"try:\n    {UNSLOTH}except ImportError:\n    pass\n{CLASSES}", "num_generations=4", SURE, UNSURE),
     (f"if build():\n    {UNSLOTH}{CLASSES}", "num_generations=4", {},
@@ -348,12 +221,11 @@ PATCHED = [  # what a script imports, arguments of its config, fields, and what 
 
 
 def made_by(folder, imports: str, arguments: str, lines: str = ""):
-    (path := folder / "grpo.py").write_text(
-        f"{imports}from trl.rewards import accuracy_reward\n{lines}args = GRPOConfig({arguments}, max_steps=9)\n"
-        "GRPOTrainer('a/b', accuracy_reward, args, 'c/d').train()"
+    imports += "from trl.rewards import accuracy_reward\n"
+    config = f"args = GRPOConfig({arguments}, max_steps=9)\n"
+    return made_of(
+        folder, "grpo.py", f"{imports}{lines}{config}GRPOTrainer('a/b', accuracy_reward, args, 'c/d').train()"
     )
-    source = readers.read(path)
-    return translate(source.table, source.keys)
 
 
 @pytest.mark.parametrize(("imports", "arguments", "fields", "unknown"), PATCHED)
@@ -366,18 +238,16 @@ def test_unsloth_changes_the_defaults_of_a_config_that_is_imported_after_it(
 
 
 MAPPINGS = [  # lines that make a mapping of settings, fields of a config with it, and whether the others are unknown
-    ("kwargs = build()", {}, True), ("kwargs = {'seed': 4} | build()", {}, True),
-    ("kwargs = dict(build())", {}, True), ("kwargs = {**build(), 'seed': 4}", {"seed": 4}, True),
-    ("kwargs = {'seed': 4, **build()}", {}, True), ("kwargs = asdict(build())", {}, True),
-    ("kwargs = dict(seed=4)\nkwargs.update(build())", {}, True), ("kwargs = vars(parser.parse_args())", {}, True),
-    ("kwargs = build()\nkwargs.pop('seed')", {}, True), ("kwargs = {**build()}\nkwargs.pop('seed', None)", {}, True),
+    ("kwargs = {'seed': 4} | build()", {}, True), ("kwargs = dict(build())", {}, True),
+    ("kwargs = {**build(), 'seed': 4}", {"seed": 4}, True), ("kwargs = {'seed': 4, **build()}", {}, True),
+    ("kwargs = asdict(build())", {}, True), ("kwargs = dict(seed=4)\nkwargs.update(build())", {}, True),
+    ("kwargs = vars(parser.parse_args())", {}, True), ("kwargs = build()\nkwargs.pop('seed')", {}, True),
     ("@dataclass\nclass C:\n    seed: int = 4\n    x: int = 1\nkwargs = asdict(C())\nkwargs.pop('x')",
      {"seed": 4}, False),
     ("@dataclass\nclass C:\n    seed: int = 4\n    def __post_init__(self): self.seed = 5\nkwargs = asdict(C())",
      {}, True),
     ("kwargs = dict(seed=4, x=1)\nx = kwargs.pop('x')\nkwargs.update({'epsilon': 0.3}, num_iterations=x)",
      {"seed": 4, "loss.clip_low": 0.3, "epochs": 1}, False),
-    ("kwargs = dict(seed=3)\nkwargs.update(dict(seed=3), seed=4)", {"seed": 4}, False),
     ("kwargs = dict(seed=4)\nif build():\n    kwargs.pop('seed', None)", {}, True),
     ("@dataclass\nclass C:\n    seed: int = 4\nc = C()\nkwargs = asdict(c)\nkwargs.update(seed=5)\n"
      "kwargs['seed'] = c.seed", {"seed": 4}, False),
@@ -398,32 +268,30 @@ def test_a_mapping_that_is_not_read_leaves_all_settings_of_a_config_unknown(line
 
 
 def test_arguments_of_an_old_trainer_of_pairs_are_keys(tmp_path):
-    (path := tmp_path / "old.py").write_text(
+    script = (
         "from transformers import AutoModelForCausalLM, TrainingArguments\nfrom trl import DPOTrainer\n"
         "model = AutoModelForCausalLM.from_pretrained('a/b', load_in_4bit=True, bnb_4bit_quant_type='nf4')\n"
         "DPOTrainer(model, None, args=TrainingArguments('out', max_steps=9), beta=0.3, train_dataset='c/d', "
         "peft_config=LoraConfig(r=4, target_modules='q_proj')).train()"
     )
-    source = readers.read(path)
-    made = translate(source.table, source.keys)
+    source, made = read_and_translate(tmp_path, "old.py", script)
     fields = {"loss.beta": 0.3, "optim.learning_rate": 5e-5, "data.max_prompt_tokens": 128, "num_steps": 9}
     fields |= {"adapters.rank": 4, "adapters.base_dtype": "int8"}
     assert {name: made.fields()[name] for name in fields} == fields
     assert made.unknown() == {} and source.lost == () and made.notes
-    path.write_text("from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments('out'))")
     with pytest.raises(UserError):
-        readers.read(path)
+        made_of(
+            tmp_path, "old.py", "from transformers import TrainingArguments\nTrainer(args=TrainingArguments('out'))"
+        )
 
 
 VERSIONS = [  # the keys of a file, and its fields
     ("grpo.yaml", "vllm_device: auto", {"kl.coef": 0.04, "rollout.temperature": 0.9}),
     ("grpo.yaml", "# trl==0.14.0", {"kl.coef": 0.04, "rollout.temperature": 0.9, "prompts_per_step": 32}),
     ("grpo.yaml", "vllm_device: auto\nlog_completions: true", {"kl.coef": 0.04, "prompts_per_step": 1}),
-    ("grpo.yaml", "max_prompt_length: 99", {"rollout.max_completion_tokens": 256, "kl": None}),
     ("grpo.yaml", "", {"rollout.max_completion_tokens": 512, "kl": None, "prompts_per_step": 1}),
     ("dpo.yaml", "evaluation_strategy: 'no'",
      {"optim.learning_rate": 5e-5, "data.max_prompt_tokens": 128, "rollout.max_completion_tokens": 512}),
-    ("dpo.yaml", "max_prompt_length: 99", {"data.max_prompt_tokens": 99, "rollout.max_completion_tokens": 1024}),
     ("simpo.yaml", "beta: 10\ngamma_beta_ratio: 0.5\nmax_length: 2048\nmax_prompt_length: 1800",
      {"loss.beta": 10.0, "loss.gamma": 5.0, "loss.nll_coef": 0.0, "rollout.max_completion_tokens": 2048}),
     ("simpo.yaml", "sft_weight: 0.1", {"loss.beta": 2.0, "loss.gamma": 0.5, "loss.nll_coef": 0.1}),
@@ -434,60 +302,53 @@ VERSIONS = [  # the keys of a file, and its fields
 @pytest.mark.parametrize(("name", "text", "fields"), VERSIONS)
 def test_a_key_of_an_old_version_brings_its_defaults(name, text, fields, tmp_path):
     common = "model_name_or_path: a/b\nmax_steps: 9\nper_device_train_batch_size: 4\nnum_processes: 1\n"
-    (path := tmp_path / name).write_text(common + "num_generations: 4\n" * (name == "grpo.yaml") + text)
-    source = readers.read(path)
-    made = translate(source.table, source.keys, pinned=source.pinned)
+    made = made_of(tmp_path, name, common + "num_generations: 4\n" * (name == "grpo.yaml") + text)
     assert {field: made.fields().get(field) for field in fields} == fields
     assert bool(made.notes) == (text not in ("", "loss_type: simpo"))
 
 
 def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
-    (path := tmp_path / "grpo.yaml").write_text("model_name_or_path: a/b\nnum_generations: 4\nmax_steps: 9\n")
-    source = readers.read(path)
-    assert "prompts_per_step" in translate(source.table, source.keys).unknown()
-    assert "prompts_per_step" not in translate(source.table, source.keys, processes=2).unknown()
+    text = "model_name_or_path: a/b\nnum_generations: 4\nmax_steps: 9\n"
+    assert "prompts_per_step" in made_of(tmp_path, "grpo.yaml", text).unknown()
+    assert "prompts_per_step" not in made_of(tmp_path, "grpo.yaml", text, processes=2).unknown()
     for launch, count in (("accelerate launch", 0), ("deepspeed", 0), ("trl grpo", 0), ("python", 1), ("torchrun", 1)):
         program = "" if launch == "trl grpo" else "trl/scripts/grpo.py"
-        (script := tmp_path / "run.sh").write_text(f"{launch} {program} {TRL} --num_generations 4\n")
-        one = readers.read(script)
-        assert ("prompts_per_step" in translate(one.table, one.keys).unknown()) == (count == 0), launch
+        made = made_of(tmp_path, "run.sh", f"{launch} {program} {TRL} --num_generations 4\n")
+        assert ("prompts_per_step" in made.unknown()) == (count == 0), launch
     # 16 completions of two processes are no whole group: that is a file of TRL 0.14.
-    keys = source.keys | {"num_generations": 32}
-    assert "prompts_per_step" in translate(source.table, keys, processes=2).unknown()
+    text = text.replace("num_generations: 4", "num_generations: 32")
+    assert "prompts_per_step" in made_of(tmp_path, "grpo.yaml", text, processes=2).unknown()
 
 
 def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):
     (tmp_path / "x.yaml").write_text("model_name_or_path: a/b\nbeta: 0.1\nper_device_train_batch_size: 4\n")
     launch = "accelerate launch --num_processes 2 scripts/run_dpo.py "
     for command, beta in product((launch, launch + "train ", "python trl/scripts/cli.py dpo "), (0.1, 0.5)):
-        (path := tmp_path / "run.sh").write_text(f"{command}x.yaml" + f" --beta={beta}" * (beta != 0.1))
-        source = readers.read(path)
+        source, made = read_and_translate(tmp_path, "run.sh", f"{command}x.yaml" + f" --beta={beta}" * (beta != 0.1))
         assert source.table.name == "TRL's DPO" and source.lost == ()
-        assert translate(source.table, source.keys).fields()["loss.beta"] == beta
-    path.write_text(f"{launch}not_there.yaml")
-    source = readers.read(path)
-    assert "config" in translate(source.table, source.keys).unknown()
+        assert made.fields()["loss.beta"] == beta
+    assert "config" in made_of(tmp_path, "run.sh", f"{launch}not_there.yaml").unknown()
 
 
-def test_patterns_of_a_parser_of_a_script_are_no_keys(tmp_path):
+def test_patterns_of_a_parser_are_no_keys_and_a_flag_behind_a_comment_is_named(tmp_path):
     (path := tmp_path / "run.sh").write_text(
         'while [ $# -gt 0 ]; do\n  case "$1" in\n    --learning_rate) LR="$2"; shift 2 ;;\n'
-        '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python trl/scripts/grpo.py {TRL}\n"
+        '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n'
+        f"python trl/scripts/grpo.py {TRL} \\\n  # --num_generations 16 \\\n  --beta 0.01\n"
     )
-    assert readers.read(path).lost == ()
+    assert readers.read(path).lost == ("line 9: --beta",)
 
 
 def test_a_place_for_a_path_is_not_read(tmp_path):
-    (path := tmp_path / "run.sh").write_text(
+    script = (
         "MODEL='<your/model>'\npython trl/scripts/grpo.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
         "    --dataset_name <DATA-DIR>/train.jsonl --reward_funcs accuracy_reward --max_steps 20 <in.txt > out.log\n"
     )
-    (tmp_path / "grpo.yaml").write_text("model_name_or_path: <MODEL>\nreward_funcs: [accuracy_reward]\nbeta: 0.1\n")
-    for name, unknown in (("run.sh", {"model.path", "data.source"}), ("grpo.yaml", {"model.path"})):
-        source = readers.read(tmp_path / name)
-        made = translate(source.table, source.keys)
-        assert unknown <= made.unknown().keys() and "reward.functions" not in made.unknown() and source.lost == ()
-    assert readers.read(path).keys["max_steps"] == 20
+    config = "model_name_or_path: <MODEL>\ndataset_name: <DATA>\nreward_funcs: [accuracy_reward]\nmax_steps: 20\n"
+    for name, text in (("run.sh", script), ("grpo.yaml", config)):
+        source, made = read_and_translate(tmp_path, name, text)
+        assert {"model.path", "data.source"} <= made.unknown().keys() and "reward.functions" not in made.unknown()
+        assert source.keys["max_steps"] == 20 and source.lost == ()
 
 
 PINS = [  # a text before the keys, fields of its config, and what is unknown
@@ -498,15 +359,12 @@ PINS = [  # a text before the keys, fields of its config, and what is unknown
     ("max_prompt_length: 99\nepsilon: 0.2", {}, {"rollout.temperature", "rollout.top_k", "kl", "model.dtype"}),
     ("max_prompt_length: 99\nsteps_per_generation: 2", {"rollout.temperature": 1.0}, {"kl", "model.dtype"}),
     ("max_prompt_length: 99\ngeneration_kwargs: {}\nbf16: true", {"kl": None, "rollout.temperature": 1.0}, set()),
-    ("", {"kl": None, "rollout.temperature": 1.0}, set()),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "fields", "unknown"), PINS)
 def test_a_default_of_several_releases_is_the_users(text, fields, unknown, tmp_path):
     common = "model_name_or_path: a/b\nmax_steps: 9\nnum_processes: 1\nnum_generations: 4\nreward_funcs: [accuracy]\n"
-    (path := tmp_path / "grpo.yaml").write_text(f"{text}\n{common}dataset_name: c/d\n")
-    source = readers.read(path)
-    made = translate(source.table, source.keys, pinned=source.pinned)
+    made = made_of(tmp_path, "grpo.yaml", f"{text}\n{common}dataset_name: c/d\n")
     assert {field: made.fields().get(field) for field in fields} == fields
     assert set(made.unknown()) == unknown

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_translate import read_and_translate
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, documents, readers, shell
@@ -18,13 +19,12 @@ from jaxrl_llm.tools.translate.outcome import Unread, translate
 # A script, and the words of the command that has a `k=`, without its name.
 FORMS = [
     ('A=1\nB="${A}2"\nC=(x y)\nC+=("z 1")\nrun k=$B l=${NO:-"$A"} "${C[@]}" # m=1\n', ["k=12", "l=1", "x", "y", "z 1"]),
-    ("N=3; M=$(( N * 2 + 1 ))\nrun k=$M l=$((N / 2)) m=$((2 ** 3)) $@", ["k=7", "l=1", "m=8"]),
     ("run k=1 \\\n  `# a comment` \\\n  l=2 `# another \\` one` \\\n m=3", ["k=1", "l=2", "m=3"]),
     ("run k=1 \\\n  # l=2 \\\n  m=3", ["k=1"]),  # the comment ends the command
     ("run k=1 \\ \n  l=2", ["k=1", " "]),  # a blank behind the backslash does, too
     ("run k=1 \\\r\n  l=2\r\n", ["k=1", "l=2"]),
     ("run 'k=a b' l=\"c \\\"d\\\" \\$e\" m=$'x' n=a\\ b", ["k=a b", 'l=c "d" $e', "m=x", "n=a b"]),
-    ('run k="one \\\n two"', ["k=one  two"]), ("run k=1 #l=2\n", ["k=1"]), ("run k=a#b", ["k=a#b"]),
+    ('run k="one \\\n two"', ["k=one  two"]), ("run k=a#b", ["k=a#b"]),
     ('O="k=1 l=2"\nrun $O "$O"', ["k=1", "l=2", "k=1 l=2"]), ('O="k=1"\nO+=" l=2"\nrun $O', ["k=1", "l=2"]),
     ("O=(k=1)\nO+=(l=2)\nrun ${O[@]} first=${O[0]}", ["k=1", "l=2", "first=k=1"]),
     ("O=(\n k=1  # one\n\n # l=2\n m=3\n)\nrun \"${O[@]}\"", ["k=1", "m=3"]), ('O=()\nrun k=1 "${O[@]}"', ["k=1"]),
@@ -45,7 +45,6 @@ FORMS = [
     ("if [ $# -lt 2 ]; then\n echo usage\n exit 1\nfi\nrun k=1", ["k=1"]),
     ("M=a\nwhile [[ $# -gt 0 ]]; do case $1 in --m) M=$2; shift 2;; *) break;; esac; done\nrun k=$M", ["k=a"]),
     ("K=8\nwhile getopts k: o; do case $o in k) K=$OPTARG;; esac; done\nrun k=$K", ["k=8"]),
-    ("A=b\ncase $A in a) K=1;; b|c) K=2;; *) K=3;; esac\nrun k=$K", ["k=2"]),
     ("case \"${E:-x}\" in\n  (x)\n    K=1 ;;\nesac\nrun k=$K", ["k=1"]),
     ("A=()\nfor f in a b; do A+=(k=$f); done\nrun \"${A[@]}\"", ["k=a", "k=b"]),
     ("for ((i=0; i<2; i++)); do echo $i; done\nrun k=1", ["k=1"]),
@@ -103,7 +102,7 @@ AS_BASH = [  # further forms, which bash itself follows beside us
     'if [[ -z "${A:-}" ]]; then A=1; fi; run k=$A', '[[ "${A:-false}" == "true" ]] && B=1 || B=2\nrun k=$B',
     'A=true\nif $A; then run k=1; else run k=2; fi',
     'run k="" l=\'\' m=', 'run k=1 ""',
-    'A=5\nrun k=$((-A)) o=$((7/2)) p=$((7%3)) q=$((-7/2)) r=$((-7%3))',
+    'A=5\nrun k=$((-A)) l=$((A*2+1)) m=$((2 ** 3)) o=$((7/2)) p=$((7%3)) q=$((-7/2)) r=$((-7%3))',
     'f() { local A; A=2; run k=$A; }\nA=1\nf\nrun k=$A',
     'f() { for x in 1 2; do return; done; run k=0; }\nf; run k=$x',
     'x=1\n( x=2; run k=$x )\nrun k=$x',
@@ -177,12 +176,6 @@ def test_the_arguments_of_a_command_are_keys_and_the_rest_is_named():
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=a/b"
 # A script, its keys besides the model, and the lines that belong to no command.
 LOST = {
-    "comments in backticks": (
-        f"{VERL} \\\n  `# group` \\\n  actor_rollout_ref.rollout.n=8 `# rate` \\\n"
-        "  actor_rollout_ref.actor.optim.lr=5e-7",
-        {"actor_rollout_ref.rollout.n": 8, "actor_rollout_ref.actor.optim.lr": 5e-7},
-        [],
-    ),
     "a comment in the middle": (
         f"{VERL} \\\n  data.train_batch_size=8 \\\n  # data.seed=1 \\\n"
         "  actor_rollout_ref.rollout.n=8 \\\n  trainer.nnodes=2",
@@ -200,27 +193,21 @@ LOST = {
         ["line 2: trainer.nnodes=2 trainer.save_freq=3"],  # the key of line 1 has its value from line 3
     ),
     "a branch that is not taken, and one that may be": (
-        f'A=()\nif [ 1 = 2 ]; then A+=(data.seed=1); fi\nif grep -q x y; then A+=(data.seed=2); fi\n{VERL} "${{A[@]}}"',
+        f'A=()\nif [ 1 = 2 ]; then A+=(data.seed=1); fi\nif grep -q x y; then A+=(data.seed=2); fi\n'
+        f'case 3 in 4) A+=(data.seed=3);; esac\n{VERL} "${{A[@]}}"',
         {},
         ["${A: a branch decides}: not a key with a value that the script says", "line 2: data.seed=1",
-         "line 3: data.seed=2"],
+         "line 3: data.seed=2", "line 4: data.seed=3"],
     ),
     "words that are no keys": (
-        f"{VERL} $EXTRA more $(cat args.txt) \"$@\" trainer@x=1",
+        f"{VERL} more $(cat args.txt) \"$@\" trainer@x=1",
         {},
-        [f"{word}: not a key with a value that the script says"
-         for word in ("$EXTRA", "more", "$(cat args.txt)", "trainer@x=1")],
+        [f"{word}: not a key with a value that the script says" for word in ("more", "$(cat args.txt)", "trainer@x=1")],
     ),
     "a heredoc": (
         f"cat <<EOF\ndata.seed=3\nEOF\n{VERL}",
         {},
         ["line 2: data.seed=3"],
-    ),
-    "a parser of its own arguments": (
-        "SEED=1\nwhile [[ $# -gt 0 ]]; do case \"$1\" in --seed|--lr) SEED=\"$2\"; shift 2;; *) break;; esac; "
-        f"done\n{VERL} data.seed=$SEED",
-        {"data.seed": 1},
-        [],
     ),
     "another training command in a text": (
         f"{VERL} data.seed=1\nCMD='{VERL} data.seed=2'\neval $CMD",
@@ -229,12 +216,6 @@ LOST = {
     ),
     "another command has its own": (f"pip install data.x==1\npython prep.py data.seed=3\n{VERL}", {}, []),
     "what is behind exit": (f"{VERL}\nexit\npython x.py \\\n data.seed=1", {}, ["line 4: data.seed=1"]),
-    "ray": (
-        "ray job submit --address=http://x:1 --runtime-env-json='{\"a\": 1}' -- "
-        f"env A=1 {VERL} \\\n data.seed=2 2>&1 | tee log",
-        {"data.seed": 2},
-        [],
-    ),
     "a function, srun and a default": (
         f"SEED=${{SEED:-7}}\nrun() {{\n  srun -N1 {VERL} \\\n    data.seed=$SEED \"$@\"\n}}\nrun trainer.nnodes=2",
         {"data.seed": 7, "trainer.nnodes": 2},
@@ -281,12 +262,9 @@ GRPOTrainer('a/b', accuracy_reward, GRPOConfig(max_steps=9, beta=$B), 'c/d').tra
 
 
 def test_python_code_inside_a_script_is_read(tmp_path):
-    path = tmp_path / "run.sh"
     for script in (f"B=0.1\npython3 - <<EOF\n{CODE}EOF\n", f'B=0.1\npython -c "{CODE}"\n',
                    f"read -r -d '' CODE <<'EOF'\n{CODE.replace('$B', '0.1')}EOF\npython -c \"$CODE\"\n"):  # fmt: skip
-        path.write_text(script)
-        source = readers.read(path)
-        made = translate(source.table, source.keys)
+        source, made = read_and_translate(tmp_path, "run.sh", script)
         assert (made.fields()["kl.coef"], made.fields()["num_steps"], source.lost) == (0.1, 9, ()), script
 
 

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from test_translate import hub_installed  # noqa: F401 (a fixture)
 
 from jaxrl_llm.config.load import flatten, load
-from jaxrl_llm.data import hub
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import conversions
 from jaxrl_llm.tools.translate.outcome import Translation
 
 FILES = Path(__file__).parent / "translated"
@@ -60,9 +59,6 @@ def translated(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(program, "translate", kept)
     monkeypatch.setattr(program, "print_keys", lambda *args: None)
-    # Without `datasets`, a config also says how to install it.
-    for module in (conversions, hub):
-        monkeypatch.setattr(module, "find_spec", lambda name: True)
     return run
 
 
