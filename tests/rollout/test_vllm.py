@@ -360,49 +360,12 @@ def downloads(monkeypatch) -> list[int]:
     return sent
 
 
-def test_a_push_over_http_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, downloads):
-    with connected(server, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
-        pushed = nudged(params, 0.01)
-        engine.update_weights(pushed, 8)
-        assert len(downloads) == 2
-        rollouts = sample(engine, prompts)
-        assert gap(pushed, prompts, rollouts) < 1e-4
-        assert (rollouts.versions == 8).all()
-
-
-def test_a_second_run_on_a_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
-    with (
-        connected(server, tmp_path=tmp_path, run="one") as engine,
-        connected(server, tmp_path=tmp_path, run="two") as other,
-    ):
-        engine.update_weights(params, 1)
-        with pytest.raises(UserError, match="jaxrl_llm:one:1"):
-            other.update_weights(params, 1)
-        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-    with connected(server, tmp_path=tmp_path, run="two") as other:
-        other.update_weights(params, 1)
-        assert gap(params, prompts, sample(other, prompts)) < 1e-4
-
-
 def test_a_run_killed_in_the_middle_of_a_push_resumes_with_its_server(server, params, prompts, tmp_path):
     for path in ("/pause?mode=keep", "/start_weight_update"):
         ask(server, "post", path, timeout=60)
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 2)
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (dict(max_completion_tokens=64), "32 tokens.* 8 .*64"),
-        (dict(model=replace(MODEL.cfg, norm_eps=1e-5)), "norm_eps = 1e-06.* 1e-05"),
-        (dict(dtype="bfloat16"), "config.model.dtype.* 'bfloat16'"),
-    ],
-)
-def test_a_server_that_was_started_otherwise_is_refused(server, params, tmp_path, changes, words):
-    with connected(server, tmp_path=tmp_path, **changes) as engine, pytest.raises(UserError, match=words):
-        engine.update_weights(params, 1)
 
 
 # A worker that dies takes the engine with it. A kill costs a start of a server, so requests and pushes have one each;
@@ -459,27 +422,18 @@ def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, 
         assert (rollouts.versions == 2).all()
 
 
-def test_a_server_that_hangs_for_longer_than_a_timeout_is_waited_for(server, params, prompts, tmp_path, monkeypatch):
+def test_a_server_that_hangs_in_requests_or_in_a_push_is_waited_for(server, params, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "SHORT_TIMEOUT", 2.0)
     with connected(server, tmp_path=tmp_path, timeout=2.0) as engine:
-        engine.update_weights(params, 9)
+        engine.update_weights(nudged(params, 0.02), 9)
         group = vllm_group(server)
         stop(group, 8)
         began = time.monotonic()
-        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+        assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
         assert time.monotonic() - began > 6
-        assert vllm_group(server) == group
-
-
-def test_a_server_that_hangs_in_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 2.0)
-    with connected(server, tmp_path=tmp_path, timeout=2.0) as engine:
-        engine.update_weights(nudged(params, 0.02), 1)
-        group = vllm_group(server)
         stopped = before_push(monkeypatch, lambda: stop(group, 6))
-        engine.update_weights(params, 2)
-        assert stopped
-        assert vllm_group(server) == group
+        engine.update_weights(params, 10)
+        assert stopped and vllm_group(server) == group
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
 
 
@@ -500,18 +454,6 @@ def test_a_run_that_ends_in_its_requests_ends_soon_and_frees_its_server(server, 
     assert not thread.is_alive()
     assert time.monotonic() - began < 20
     assert ask(server, "get", "/weight_info").json()["weight_version"] == "default"
-
-
-def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, params, prompts, tmp_path):
-    with connected(server, tmp_path=tmp_path) as engine:
-        engine.update_weights(params, 4)
-        ask(server, "post", "/update_weight_version", json={"new_version": "default"})
-        rollouts = sample(engine, prompts)
-        assert (rollouts.versions == 4).all()
-        ask(server, "post", "/update_weight_version", json={"new_version": "jaxrl_llm:another:4"})
-        with pytest.raises(UserError, match="jaxrl_llm:another:4"):
-            sample(engine, prompts)
-        ask(server, "post", "/update_weight_version", json={"new_version": "default"})
 
 
 def segments() -> set[str]:

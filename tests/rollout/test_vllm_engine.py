@@ -168,6 +168,12 @@ def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(para
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 2
         assert (sample(engine).versions == 1).all()
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
+        server.version = "default"  # somebody took its weights away
+        assert (sample(engine).versions == 1).all()
+        assert server.asked["/update_weights"] == 4
+        server.version = "jaxrl_llm:another:1"
+        with pytest.raises(UserError, match=server.version):
+            sample(engine)
 
 
 def test_a_refusal_is_told_where_the_connection_breaks_after_it(params, tmp_path, monkeypatch):
