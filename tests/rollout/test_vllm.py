@@ -303,30 +303,17 @@ def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server
     assert len({tuple(x) for x in rollouts.completions.reshape(-1, 24).tolist()}) > B
 
 
-def spoil(tensors: dict[str, np.ndarray], how: str) -> None:
-    name = "model.layers.1.mlp.down_proj.weight"
-    if how == "missing":
-        del tensors[name]
-    elif how == "unknown":
-        tensors["model.extra.weight"] = tensors[name]
-    elif how == "of another shape":
-        tensors[name] = np.ascontiguousarray(tensors[name].T)
-    else:
-        tensors[name][3, 5] = np.nan
-
-
-@pytest.mark.parametrize("how", ["missing", "unknown", "of another shape", "NaN", "cut in half"])
+@pytest.mark.parametrize("how", ["missing", "unknown", "of another shape", "cut in half"])
 def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prompts, tmp_path, how):
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 3)
         before, file = sample(engine, prompts), tmp_path / "bad.safetensors"
-        tensors = load_file(FOLDER / "model.safetensors")
-        if how == "cut in half":
-            whole = (FOLDER / "model.safetensors").read_bytes()
-            file.write_bytes(whole[: len(whole) // 2])
-        else:
-            spoil(tensors, how)
-            save_file(tensors, file)
+        name, tensors = "model.layers.1.mlp.down_proj.weight", load_file(FOLDER / "model.safetensors")
+        tensor = tensors.pop(name)
+        changes = {"unknown": {name: tensor, "model.extra.weight": tensor}, "cut in half": {name: tensor}}
+        changes |= {"missing": {}, "of another shape": {name: np.ascontiguousarray(tensor.T)}}
+        save_file(tensors | changes[how], file)
+        os.truncate(file, file.stat().st_size // (2 if how == "cut in half" else 1))
         post = lambda path, body=None: ask(server, "post", path, json=body, timeout=60)  # noqa: E731
         post("/pause?mode=keep")
         post("/start_weight_update")

@@ -485,6 +485,18 @@ def test_a_time_out_drops_a_request_only_if_no_token_comes(params, tmp_path, mon
     assert capsys.readouterr().out.count("0.4 s") == works
 
 
+def test_a_server_that_makes_other_tokens_of_an_image_is_refused(params, tmp_path, monkeypatch):
+    server, expanded = Server(4), [2, 3]
+    request = {"content_parts": [{}], "sampling_params": {"n": 1, "max_tokens": 4, "stop_token_ids": [1]}}
+    with connected(tmp_path, monkeypatch, server) as engine:
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = lambda answer: answer | {"prompt_token_ids": expanded}
+        assert len(engine._request_group(0, request, expanded)) == 1
+        server.spoiled[GENERATE] = lambda answer: answer | {"prompt_token_ids": [2, 3, 3]}
+        with pytest.raises(UserError, match="--mm-processor-kwargs"):
+            engine._request_group(0, request, expanded)
+
+
 def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):
     servers = Server(4), Server(4)
     with connected(tmp_path, monkeypatch, *servers, patience=0.1) as engine:
