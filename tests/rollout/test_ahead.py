@@ -266,7 +266,7 @@ def test_weights_that_are_not_finite_or_cannot_be_written_are_not_offered(params
         weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="192.0.2.1")
 
 
-def test_weights_over_http_are_the_rounded_checkpoint_for_the_bearer_of_the_token(params, tmp_path):
+def test_weights_over_http_are_the_rounded_checkpoint_for_the_tokens_bearer(params, tmp_path):
     offer = weights.WeightFile(tmp_path / "offer", ml_dtypes.bfloat16, DENSE, address="127.0.0.1")
     offer.write(params)
     url, token = offer.source("server").values()

@@ -171,7 +171,7 @@ def drawn_source(seed: int, *, partial: int, max_age: int):
 SETTINGS = [(open_groups, max_age) for open_groups in (1, 3, 6) for max_age in (0, 1, 2)]
 
 
-def test_age_and_number_of_open_groups_stay_within_their_bounds_and_after_a_resume():
+def test_age_and_number_of_open_groups_stay_bounded_also_after_a_resume():
     """A source that each step takes from a checkpoint has the batches of one that is not stopped."""
     oldest = dict.fromkeys((0, 1, 2), 0)
     for seed, (open_groups, max_age) in enumerate(SETTINGS):
