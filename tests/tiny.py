@@ -125,15 +125,14 @@ def updater(
     return learner.init(), learner.update_step
 
 
-@cache
-def one_update(
+def updated(
+    whole: Batch,
     shape: tuple[int, int, int] = (1, 1, 1),
     microbatch: int = 0,
     mode: str = "token_mean",
-    packed: tuple = (),
     config: DecoderConfig = CONFIG,
 ):
-    """Parameters and metrics after one optimizer step on the whole `batch()`, on the host; packed: N, T of its rows."""
+    """Parameters and metrics after one optimizer step on a batch, on the host."""
     mesh = mesh_of(shape)
     _, params = model_and_params(config, scale=5.0 if config is CONFIG else 2.0)
     params = jax.device_put(params, sharding.shardings(params, mesh))
@@ -142,11 +141,23 @@ def one_update(
     objective = update.policy_objective(model, losses.ppo_clip, Sampling(), kl=k3)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
     state, step = updater(objective, adamw, params, mesh, microbatch=microbatch, aggregate=aggregate)
+    state, metrics = step(state, transfers.shard_batch(whole, mesh), jnp.arange(B))
+    return transfers.to_host(state.params), transfers.to_host(metrics)
+
+
+@cache
+def one_update(
+    shape: tuple[int, int, int] = (1, 1, 1),
+    microbatch: int = 0,
+    mode: str = "token_mean",
+    packed: tuple = (),
+    config: DecoderConfig = CONFIG,
+):
+    """`updated` on the whole `batch()`; packed: N, T of its rows."""
     whole = batch()
     if packed:
         whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), C, packed))
-    state, metrics = step(state, transfers.shard_batch(whole, mesh), jnp.arange(B))
-    return transfers.to_host(state.params), transfers.to_host(metrics)
+    return updated(whole, shape, microbatch, mode, config)
 
 
 def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:

@@ -54,8 +54,6 @@ def test_the_clipped_value_loss_equals_its_restatement_in_value_and_gradient():
             np.testing.assert_allclose(loss, restated(values, old, returns), atol=1e-9)
             np.testing.assert_allclose(gradient, (up - down) / 2e-6, atol=1e-6)
             assert ("clip/fraction" in metrics) == bool(clip)
-        by_hand = loss_of_values(np.array([[[0.0, 0.5, 1.0]]]), np.zeros((1, 1, 3)), np.ones((1, 1, 3)), 0.2)[0]
-        np.testing.assert_allclose(by_hand, [[[0.5, 0.32, 0.32]]])
 
 
 def test_a_rollback_lowers_the_rate_of_the_critic_too():
@@ -63,17 +61,9 @@ def test_a_rollback_lowers_the_rate_of_the_critic_too():
     c.update_from_flattened_dict(
         {"critic.optim.warmup_steps": 0, "critic.optim.warmup_ratio": 0.0, "critic.optim.learning_rate": 0.3}
     )
-    recipe, mesh = recipes.read(c), tiny.mesh_of((1, 1, 1))
-    assert recipe.critic
-    learner, _ = critic.make_critic(
-        recipe.critic,
-        recipe.model,
-        ARITHMETIC,
-        mesh,
-        abs,
-        sizes=recipe.sizes,
-        backoff=optim.LearningRateBackoff(0.5, 2),
-    )
+    recipe, mesh, backoff = recipes.read(c), tiny.mesh_of((1, 1, 1)), optim.LearningRateBackoff(0.5, 2)
+    settings = recipe.critic, recipe.model, ARITHMETIC, mesh, abs
+    learner, _ = critic.make_critic(*settings, sizes=recipe.sizes, backoff=backoff)  # pyright: ignore[reportArgumentType]
     run = SimpleNamespace(reference=None, learners={"critic": learner})
     states = {"critic": learner.init()}
     rates = [

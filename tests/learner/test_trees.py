@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm.algorithms import losses
-from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.learner import forward, update
+from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.learner.programs import example_shapes
 from jaxrl_llm.machine import sharding, transfers
@@ -156,38 +154,13 @@ def test_scores_and_gradient_of_trees_equal_those_of_their_branches(family, shap
 
 
 @pytest.mark.slow
-def test_a_chain_that_is_given_as_a_tree_has_the_scores_of_a_chain():
-    batch, (model, params) = tiny.batch(), tiny.model_and_params()
-    tree = dataclasses.replace(batch, tree=Tree.chains(batch.completion_mask))
-    for rows in (None, (2, 10)):
-        index = rows and pack(batch.completion_mask.sum(axis=-1), tiny.C, rows)
-        one, other = (
-            scores_and_gradient(model, params, dataclasses.replace(x, packed_index=index)) for x in (tree, batch)
-        )
-        jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
-        jax.tree.map(close(1e-4), one[1], other[1])
-
-
-def updated(batch: Batch, shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0) -> tuple:
-    """Parameters and metrics after one optimizer step."""
-    mesh = tiny.mesh_of(shape)
-    _, params = tiny.model_and_params()
-    params = jax.device_put(params, sharding.shardings(params, mesh))
-    objective = update.policy_objective(Decoder(tiny.CONFIG, mesh), losses.ppo_clip, Sampling(), kl=k3)
-    adamw = tiny.optimizer(coefficients={"kl/coef": tiny.optim.constant(0.1)})
-    state, step = tiny.updater(objective, adamw, params, mesh, microbatch=microbatch)
-    state, metrics = step(state, transfers.shard_batch(batch, mesh), jnp.arange(B))
-    return transfers.to_host(state.params), transfers.to_host(metrics)
-
-
-@pytest.mark.slow
 def test_an_update_on_trees_is_that_on_their_branches_on_every_mesh():
     """With the prompts in micro-batches of packed rows, and the group of a prompt in several of them."""
     batch = tree_batch()
     packed = dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), C, (1, 24)))
-    expected = updated(branch_batch())
+    expected = tiny.updated(branch_batch())
     assert expected[1]["grad_norm"] > 0.1
-    for found in (updated(batch, (1, 4, 2), 4), updated(packed, (2, 1, 1), 4)):
+    for found in (tiny.updated(batch, (1, 4, 2), 4), tiny.updated(packed, (2, 1, 1), 4)):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-6), found, expected)
 
 

@@ -13,7 +13,7 @@ import tiny
 
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.kl import k3
-from jaxrl_llm.algorithms.sampling import Sampling, log_distribution
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, head, optim, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding, transfers
@@ -60,26 +60,36 @@ def with_gradients(scores, params):
     return transfers.to_host((scored, gradient))
 
 
+CONFIGS = tiny.CONFIGS | {
+    "untied": dataclasses.replace(tiny.CONFIG, tied_head=False, final_soft_cap=3.0),
+    # No number of devices divides its width.
+    "narrow": dataclasses.replace(
+        tiny.CONFIG, width=20, heads=2, kv_heads=2, head_dim=10, rope=rope.default_rope(1e4, 10)
+    ),
+}
+
+
 @cache
 def flat(family: str):
-    model, params = tiny.model_and_params(tiny.CONFIGS[family], scale=2.0)
+    model, params = tiny.model_and_params(CONFIGS[family], scale=2.0)
     return with_gradients(lambda p: flat_scores(model, p, tiny.batch(), Sampling(temperature=0.7)), params)
 
 
 @pytest.mark.parametrize(
     ("family", "shape", "parts", "rows"),
     [
-        ("qwen2", (1, 1, 1), 3, None),  # four rows in three parts
+        ("narrow", (1, 8, 1), 3, None),  # four rows in three parts
         ("gemma", (2, 2, 2), 9, (1, 10)),  # more parts than rows
+        ("untied", (2, 2, 2), 1, None),
     ],
     ids=str,
 )
 def test_grouped_scores_and_gradients_equal_flat_ones(family, shape, parts, rows, monkeypatch):
     """On any mesh, with groups packed or in parts, and the logits of seven tokens at once."""
     monkeypatch.setattr(head, "tokens_at_once", lambda *_: 7)
-    _, params = tiny.model_and_params(tiny.CONFIGS[family], scale=2.0)
+    _, params = tiny.model_and_params(CONFIGS[family], scale=2.0)
     batch, mesh = packed(tiny.batch(), rows) if rows else tiny.batch(), tiny.mesh_of(shape)
-    model = Decoder(dataclasses.replace(tiny.CONFIGS[family], row_parts=parts, remat="full"), mesh)
+    model = Decoder(dataclasses.replace(CONFIGS[family], row_parts=parts, remat="full"), mesh)
     params = jax.device_put(params, sharding.shardings(params, mesh))
     batch = transfers.shard_batch(batch, mesh)
     scores = lambda p: forward.completion_logprobs(model, p, batch, Sampling(temperature=0.7))  # noqa: E731
@@ -94,39 +104,6 @@ def test_padding_changes_no_score_wherever_and_whatever_it_is():
     prompts[right.prompt_mask] = left.prompts[left.prompt_mask]
     right = dataclasses.replace(right, prompts=prompts, completions=completions)
     assert_close(*(score(model, params, x, Sampling()) for x in (right, left)))
-
-
-@pytest.mark.parametrize(
-    ("shape", "width", "tied", "cap"), [((2, 2, 2), 32, False, 3.0), ((1, 8, 1), 20, True, 0.0)], ids=str
-)
-def test_the_head_in_chunks_has_the_gradients_of_the_plain_head(shape, width, tied, cap, monkeypatch):
-    monkeypatch.setattr(head, "tokens_at_once", lambda *_: 7)
-    config = dataclasses.replace(
-        tiny.CONFIG, width=width, heads=2, kv_heads=2, head_dim=10, rope=rope.default_rope(1e4, 10), tied_head=tied,
-        final_soft_cap=cap,
-    )  # fmt: skip
-    mesh, rng = tiny.mesh_of(shape), np.random.default_rng(4)
-    model, params = Decoder(config, mesh), tiny.model_and_params(config, scale=9.0)[1]
-    states = rng.normal(size=(tiny.B, 2, 10, width)).astype(np.float32)
-    tokens = rng.integers(0, config.vocab_size, states.shape[:3])
-    weights = rng.normal(size=(2, *tokens.shape)).astype(np.float32)
-    sampling = Sampling(temperature=0.7)
-
-    def plain(params, states):
-        distribution = log_distribution(model.logits(params, states), sampling)
-        chosen = jnp.take_along_axis(distribution, tokens[..., None], axis=-1)[..., 0]
-        return chosen, -jnp.sum(jnp.exp(distribution) * distribution, axis=-1)
-
-    def chunked(params, states):
-        return head.logprobs(model, sampling, model.head_kernel(params), states, tokens)
-
-    def values_and_gradients(scores, *arguments):
-        total = lambda *x: sum(jnp.sum(x * w) for x, w in zip(scores(*x), weights, strict=True))  # noqa: E731
-        return jax.jit(lambda *x: (scores(*x), jax.grad(total, argnums=(0, 1))(*x)))(*arguments)
-
-    placed = jax.device_put(params, sharding.shardings(params, mesh)), transfers.shard_batch(states, mesh)
-    ours, theirs = values_and_gradients(chunked, *placed), values_and_gradients(plain, params, states)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), ours, theirs)
 
 
 def test_no_array_of_all_logits_is_held_at_a_vocabulary_of_152k():

@@ -12,64 +12,46 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from tiny import SMALL, mesh_of
+from model_parts import WIDTH, parts, same, sampler, trainer_logprobs
+from model_parts import prompts as first_questions
+from tiny import SMALL
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.names import USER_FUNCTIONS
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.learner.forward import make_logprob_fn
-from jaxrl_llm.machine import keys, transfers
+from jaxrl_llm.machine import keys
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.agents.pool import AgentPool
 from jaxrl_llm.rollout.agents.trees import episode_trees
 from jaxrl_llm.rollout.grading import RewardFn
-from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.rollout.traces import Trace, TraceCall
-from jaxrl_llm.structs import Batch, Prompts, Rollouts
+from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.tasks.agents import AgentEndpoint, AgentSettings, Command, Function, reward, verdict_metrics
 
 pytestmark = pytest.mark.needs("fastapi", "uvicorn")
-P, C, B, G = 16, 24, 3, 2
+C, B, G = 24, 3, 2
+prompts = partial(first_questions, B, SMALL)
 KEY = keys.derived(0, 1)
 MORE = {"role": "user", "content": "5+6"}
 
 
-@cache
-def parts() -> tuple[Any, Any, Any, Sampler]:
-    mesh = mesh_of((1, 1, 1))
-    model, tokenizer = hf.load_model(SMALL, mesh), hf.load_tokenizer(SMALL)
-    stop_ids = hf.stop_ids(SMALL, tokenizer)
-    sampler = Sampler(model, mesh, max_completion_tokens=C, stop_ids=stop_ids, pad_id=tokenizer.pad_token_id)
-    sampler.update_weights(hf.load_params(SMALL, model, mesh, learns=False), 3)
-    return mesh, model, tokenizer, sampler
-
-
-@cache
-def prompts() -> Prompts:
-    _, _, tokenizer, _ = parts()
-    rows = data.read(
-        "arithmetic.train", tokenizer, max_prompt_tokens=P, overlong="error", problems=B, convert=""
-    )  # fmt: skip
-    return data.make_prompts(replace(rows, width=P), range(B), tokenizer.pad_token_id)
-
-
 def sampled(settings: AgentSettings, group: int = G) -> tuple[Prompts, Rollouts]:
-    _, model, tokenizer, sampler = parts()
+    _, model, tokenizer = parts(SMALL)
     pool = AgentPool(
         settings=settings, tokenizer=tokenizer, stop_ids=hf.stop_ids(SMALL, tokenizer), vocab_size=model.cfg.vocab_size,
-        sampling=Sampling(), prompt_tokens=P, completion_tokens=C,
+        sampling=Sampling(), prompt_tokens=WIDTH, completion_tokens=C,
     )  # fmt: skip
     with closing(pool):
-        return pool.sample(sampler, prompts(), KEY, group, 1.0)
+        return pool.sample(sampler(SMALL, length=C), prompts(), KEY, group, 1.0)
 
 
 @pytest.fixture
@@ -101,22 +83,6 @@ def two_calls(endpoint: AgentEndpoint, row: dict[str, Any]) -> float:
     return float(second["content"] == "11")
 
 
-def same(a: Rollouts, b: Rollouts, where: Any = ...) -> None:
-    for name in ("completions", "completion_mask", "loss_mask", "logprobs"):
-        np.testing.assert_array_equal(getattr(a, name)[where], getattr(b, name)[where], err_msg=name)
-
-
-def scored(batch_prompts: Prompts, rollouts: Rollouts) -> np.ndarray:
-    """The log-probabilities by the trainer."""
-    mesh, model, _, _ = parts()
-    batch = Batch(
-        batch_prompts.tokens, batch_prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
-        sampler_logprobs=rollouts.logprobs, tree=rollouts.tree,
-    )  # fmt: skip
-    program = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
-    return np.asarray(program(hf.load_params(SMALL, model, mesh), transfers.shard_batch(batch, mesh)))
-
-
 @pytest.mark.needs("openai")
 def test_an_agent_with_the_openai_package_is_sampled_as_the_trainer_scores(run):
     async def agent(endpoint: AgentEndpoint, row: dict[str, Any]) -> float:
@@ -132,17 +98,17 @@ def test_an_agent_with_the_openai_package_is_sampled_as_the_trainer_scores(run):
     batch_prompts, rollouts = run(agent)
     assert np.all(rollouts.episodes["calls"] == 2) and not rollouts.episodes["errors"].any()
     np.testing.assert_array_equal(batch_prompts.tokens, prompts().tokens)
-    tokenizer = parts()[2]
+    tokenizer = parts(SMALL)[2]
     turns = data.decode_turns(tokenizer, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     assert all([turn["role"] for turn in one] == ["assistant", "environment", "assistant"] for g in turns for one in g)
     np.testing.assert_array_equal(rollouts.versions[rollouts.loss_mask], 3)
-    gap = np.abs(scored(batch_prompts, rollouts) - rollouts.logprobs)[rollouts.loss_mask]
+    gap = np.abs(trainer_logprobs(batch_prompts, rollouts, Sampling(), SMALL) - rollouts.logprobs)[rollouts.loss_mask]
     assert gap.max() <= 1e-5
 
 
 def test_an_agent_of_one_call_samples_what_the_engine_samples_without_it(run):
     _, rollouts = run(lambda endpoint, row: len(message(endpoint, row["prompt"])["content"]))
-    plain = parts()[3].sample(prompts(), KEY, group_size=G, sampling=Sampling())
+    plain = sampler(SMALL, length=C).sample(prompts(), KEY, group_size=G, sampling=Sampling())
     np.testing.assert_array_equal(rollouts.completions, plain.completions)
     np.testing.assert_allclose(rollouts.logprobs, plain.logprobs, atol=1e-5)
 
@@ -168,53 +134,51 @@ def test_a_call_that_continues_no_other_begins_a_branch(run):
         roots = np.flatnonzero(tree.previous[b, g, : lengths[b, g]] < 0)
         assert len(roots) == 2  # the first answer, and the question that the third call asks instead
         assert tree.ends[b, g, roots[0]] == roots[1] and tree.depths[b, g, roots[1]] == 0
-    gap = np.abs(scored(batch_prompts, rollouts) - rollouts.logprobs)[rollouts.loss_mask]
+    gap = np.abs(trainer_logprobs(batch_prompts, rollouts, Sampling(), SMALL) - rollouts.logprobs)[rollouts.loss_mask]
     assert gap.max() <= 1e-5
+
+
+async def hang(endpoint: AgentEndpoint) -> None:
+    await asyncio.to_thread(message, endpoint, [MORE])
+    await asyncio.sleep(1e6)
+
+
+def block(endpoint: AgentEndpoint) -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def talk_nonsense(endpoint: AgentEndpoint) -> None:
+    request = urllib.request.Request(endpoint.base_url + "/chat/completions", b"{", method="POST")
+    urllib.request.urlopen(request, timeout=60)
+
+
+BAD: dict[str, Callable] = {
+    "crashes": lambda endpoint: 1 / 0,
+    "ends the program": lambda endpoint: sys.exit(3),
+    "hangs": hang,
+    "blocks": block,
+    "never calls": lambda endpoint: 1.0,
+    "talks nonsense": talk_nonsense,
+    "asks for another model": lambda endpoint: message(endpoint._replace(model="x"), [MORE]),
+    "returns text": lambda endpoint: message(endpoint, [MORE])["content"],
+    "returns infinity": lambda endpoint: message(endpoint, [MORE]) and float("inf"),
+    "rewards other calls": lambda endpoint: message(endpoint, [MORE]) and {"turns": [1.0, 2.0]},
+    "samples otherwise": lambda endpoint: message(endpoint, [MORE], temperature=0.5),
+    "leaves its session": lambda endpoint: message(
+        endpoint._replace(base_url=endpoint.base_url.replace("/sessions/" + endpoint.api_key, "")), [MORE]
+    ),
+}
 
 
 def bad_agent(kind: str) -> Callable:
     """Row 0 has a bad agent, and the other rows have `two_calls`."""
-
-    async def hang(endpoint: AgentEndpoint) -> None:
-        await asyncio.to_thread(message, endpoint, [MORE])
-        await asyncio.sleep(1e6)
-
-    def block(endpoint: AgentEndpoint) -> None:
-        while True:
-            time.sleep(0.01)
-
-    def talk_nonsense(endpoint: AgentEndpoint) -> None:
-        request = urllib.request.Request(endpoint.base_url + "/chat/completions", b"{", method="POST")
-        urllib.request.urlopen(request, timeout=60)
-
-    behaviour: dict[str, Callable] = {
-        "crashes": lambda endpoint: 1 / 0,
-        "ends the program": lambda endpoint: sys.exit(3),
-        "hangs": hang,
-        "blocks": block,
-        "never calls": lambda endpoint: 1.0,
-        "talks nonsense": talk_nonsense,
-        "asks for another model": lambda endpoint: message(endpoint._replace(model="x"), [MORE]),
-        "returns text": lambda endpoint: message(endpoint, [MORE])["content"],
-        "returns infinity": lambda endpoint: message(endpoint, [MORE]) and float("inf"),
-        "rewards other calls": lambda endpoint: message(endpoint, [MORE]) and {"turns": [1.0, 2.0]},
-        "samples otherwise": lambda endpoint: message(endpoint, [MORE], temperature=0.5),
-        "leaves its session": lambda endpoint: message(
-            endpoint._replace(base_url=endpoint.base_url.replace("/sessions/" + endpoint.api_key, "")), [MORE]
-        ),
-    }
     bad_row = prompts().rows[0]["prompt"]
-    return lambda endpoint, row: behaviour[kind](endpoint) if row["prompt"] == bad_row else two_calls(endpoint, row)
+    return lambda endpoint, row: BAD[kind](endpoint) if row["prompt"] == bad_row else two_calls(endpoint, row)
 
 
 @pytest.mark.filterwarnings("ignore:an agent failed")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "crashes", "ends the program", "hangs", "blocks", "never calls", "talks nonsense", "asks for another model",
-        "returns text", "returns infinity", "rewards other calls", "samples otherwise", "leaves its session",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", BAD)
 def test_a_bad_agent_costs_its_own_episodes_only(run, kind):
     _, good = run(two_calls)
     _, rollouts = run(bad_agent(kind), timeout=8.0 if kind in ("hangs", "blocks") else 60.0)
@@ -230,7 +194,7 @@ def test_a_bad_agent_costs_its_own_episodes_only(run, kind):
 def test_no_function_of_the_config_rewards_an_episode_whose_agent_failed(run):
     batch_prompts, rollouts = run(bad_agent("crashes"))
     score = RewardFn(("arithmetic.thought", "agents.reward"), (1.0, 0.0), 0)
-    task = CompletionTask(parts()[2], score, agents=cast(Any, "of a run"))
+    task = CompletionTask(parts(SMALL)[2], score, agents=cast(Any, "of a run"))
     for graded in (task.grade(batch_prompts, rollouts), task.start_grading(batch_prompts, rollouts)()):
         for rewards in (graded.rewards.total, *graded.rewards.channels.values()):
             np.testing.assert_array_equal(np.isnan(rewards), rollouts.episodes["errors"] > 0)
@@ -259,7 +223,7 @@ def test_limits_of_calls_and_tokens_cut_an_episode(run):
     assert not rollouts.episodes["lost_calls"].any()
     _, rollouts = run(lambda endpoint, row: message(endpoint, row["prompt"], max_tokens=1) and None, group=1)
     assert not rollouts.truncated.any()  # the agent's own limit
-    long = [{"role": "user", "content": "1" * (P + C)}]
+    long = [{"role": "user", "content": "1" * (WIDTH + C)}]
     _, rollouts = run(lambda endpoint, row: message(endpoint, row["prompt"]) and message(endpoint, long), group=1)
     assert rollouts.truncated.all() and np.all(rollouts.episodes["calls"] == 1)
 
@@ -300,7 +264,7 @@ def command(tmp_path) -> Callable[..., Rollouts]:
 def test_a_program_calls_the_policy_and_writes_its_reward(command):
     rollouts = command()
     assert np.all(rollouts.episodes["calls"] == 1) and not rollouts.episodes["errors"].any()
-    texts = data.decode(parts()[2], rollouts.completions, rollouts.completion_mask)[0]
+    texts = data.decode(parts(SMALL)[2], rollouts.completions, rollouts.completion_mask)[0]
     right = [[float(text == row["answer"])] for row, (text,) in zip(prompts().rows, texts, strict=True)]
     np.testing.assert_array_equal(rollouts.episodes["reward_right"], right)
     assert command("silent").episodes["unscored"].all()

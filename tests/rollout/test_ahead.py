@@ -81,6 +81,7 @@ class CountingSource:
     """Batches of one prompt, whose number is the position in the data; `sampled` has the keys."""
 
     def __init__(self):
+        self.pushes = []
         self.position, self.in_flight, self.sampled, self.prompts = 0, None, {}, self
 
     def get_state(self) -> int:
@@ -104,9 +105,10 @@ class CountingSource:
         return Samples(Prompts(*tiny.prompts(), [], arrays["numbers"]), *[None] * 2)
 
 
-def acting(lag: int) -> tuple[Actor, CountingSource]:
-    engine = SimpleNamespace(update_weights=lambda params, version: None, release=lambda: None)
-    return Actor(engine, source := CountingSource(), 0, lag=lag, last=9), source
+def acting(lag: int, last: int = 9) -> tuple[Actor, CountingSource]:
+    source = CountingSource()
+    engine = SimpleNamespace(update_weights=lambda params, version: source.pushes.append(version), release=list)
+    return Actor(engine, source, 0, lag=lag, last=last), source
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -123,9 +125,7 @@ def test_the_actor_returns_the_same_batch_until_the_push(lag):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_weights_after_the_last_step_are_pushed_for_an_evaluation_alone(lag):
-    pushes = []
-    engine = SimpleNamespace(update_weights=lambda params, version: pushes.append(version), release=lambda: None)
-    actor = Actor(engine, CountingSource(), 0, lag=lag, last=2)
+    actor, source = acting(lag, last=2)
     with closing(actor):
         actor.load(None)
         actor.start({}, {}, 0)
@@ -133,10 +133,10 @@ def test_the_weights_after_the_last_step_are_pushed_for_an_evaluation_alone(lag)
             actor.next()
             actor.push({}, {}, step)
         assert actor.lease.reclaim() == ({}, {})
-        assert pushes == [0, 1]
+        assert source.pushes == [0, 1]
         for _ in range(2):
             actor.wait_for_weights()
-        assert pushes == [0, 1, 2]
+        assert source.pushes == [0, 1, 2]
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -166,14 +166,6 @@ def test_a_new_attempt_samples_the_prompts_anew_that_waited_in_the_checkpoint(la
     assert sorted(resampled.sampled) == list(range(3, 4 + lag))
 
 
-def test_the_next_batch_is_sampled_while_this_one_is_learned():
-    began = threading.Event()
-    ahead = Prefetcher(lambda step: step == 2 and began.set(), lag=1, last=3)
-    ahead.start(0, ())
-    ahead.next()
-    assert began.wait(timeout=10)  # nothing has been learned yet
-
-
 def test_a_batch_that_a_stop_does_not_wait_for_is_told(capsys):
     go_on = threading.Event()
     ahead = Prefetcher(lambda step: step == 1 or go_on.wait(10), lag=1, last=3)
@@ -185,22 +177,16 @@ def test_a_batch_that_a_stop_does_not_wait_for_is_told(capsys):
     assert len(ahead.finished_batches()) == 2 and not capsys.readouterr().out
 
 
-def test_an_error_of_the_sampler_ends_the_run():
-    ahead = Prefetcher(lambda step: 1 / 0, lag=1, last=3)
-    ahead.start(0, ())
-    with pytest.raises(ZeroDivisionError):
-        ahead.next()
-
-
 @pytest.mark.parametrize("lag", [0, 1])
-def test_nothing_is_sampled_after_a_failed_push_whose_error_is_raised(lag):
+def test_an_error_of_a_push_or_of_the_sampler_ends_the_run(lag):
     sampled = []
-    ahead = Prefetcher(sampled.append, lag=lag, last=9)
-    ahead.submit(lambda: 1 / 0)
-    ahead.start(0, ())
-    with pytest.raises(ZeroDivisionError):
-        ahead.next()
-    assert not sampled
+    for sample, push in ((sampled.append, lambda: 1 / 0), (lambda step: 1 / 0, dict)):
+        ahead = Prefetcher(sample, lag=lag, last=9)
+        ahead.submit(push)
+        ahead.start(0, ())
+        with pytest.raises(ZeroDivisionError):
+            ahead.next()
+    assert not sampled  # nothing is sampled after a failed push
 
 
 def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
@@ -241,18 +227,6 @@ def params():
     return hf.load_params(ARITHMETIC, model, meshes.make_mesh(data=1, fsdp=2, tensor=2))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp_path):
-    offer = weights.WeightFile(tmp_path / "offer", dtype, DENSE)
-    offer.write(params)
-    found, want = load_file(offer.source("server")["path"]), load_file(ARITHMETIC / "model.safetensors")
-    assert set(found) == set(want)
-    for name, tensor in want.items():
-        np.testing.assert_array_equal(found[name].astype(np.float32), tensor.astype(dtype).astype(np.float32))
-    offer.close()
-    assert not (tmp_path / "offer").exists()
-
-
 def test_weights_of_a_killed_run_are_removed_by_the_next_and_no_others(tmp_path):
     killed, foreign, alive, last = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abcd")
     killed.mkdir(mode=0o700)
@@ -268,13 +242,22 @@ def test_weights_of_a_killed_run_are_removed_by_the_next_and_no_others(tmp_path)
     assert set(tmp_path.iterdir()) == {foreign}
 
 
-def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch, refused):
+def test_weights_that_are_not_finite_or_cannot_be_written_are_not_offered(params, tmp_path, monkeypatch, refused):
     offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE)
     broken = params | {"norm": params["norm"] | {"scale": params["norm"]["scale"].at[3].set(np.nan)}}
     with refused("model.norm.weight"):
         offer.write(broken)
-    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with refused("config.engine.weights_dir"):
+    with monkeypatch.context() as patch, refused("config.engine.weights_dir"):
+        patch.setattr(weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        offer.write(params)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "write_stream", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 28"):
+            offer.write(params)
+    offer.write(params)
+    assert offer.source("server") == {"path": str(tmp_path / "offer" / weights.WEIGHTS)}
+    shutil.rmtree(offer.folder)  # as by a program that empties /tmp
+    with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 2\]"):
         offer.write(params)
     (tmp_path / "file").touch()
     with refused("config.engine.weights_dir"):
@@ -283,8 +266,8 @@ def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_p
         weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="192.0.2.1")
 
 
-def test_weights_over_http_are_for_the_bearer_of_the_token_alone(params, tmp_path):
-    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="127.0.0.1")
+def test_weights_over_http_are_the_rounded_checkpoint_for_the_tokens_bearer(params, tmp_path):
+    offer = weights.WeightFile(tmp_path / "offer", ml_dtypes.bfloat16, DENSE, address="127.0.0.1")
     offer.write(params)
     url, token = offer.source("server").values()
 
@@ -293,11 +276,16 @@ def test_weights_over_http_are_for_the_bearer_of_the_token_alone(params, tmp_pat
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.read()
 
-    assert get(url, token) == (tmp_path / "offer" / weights.WEIGHTS).read_bytes()
+    (tmp_path / "got").write_bytes(get(url, token))
+    found, want = load_file(tmp_path / "got"), load_file(ARITHMETIC / "model.safetensors")
+    assert set(found) == set(want)
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(found[name], tensor.astype(ml_dtypes.bfloat16))
     for wrong in ((url, "x"), (url + "/../../etc/passwd", token), (url.replace("weights", ""), token)):
         with pytest.raises(urllib.error.HTTPError, match="403"):
             get(*wrong)
     offer.close()
+    assert not (tmp_path / "offer").exists()
 
 
 class Server:
@@ -335,20 +323,10 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wordin
         with pytest.raises(UserError, match=r"config\.engine\.max_gap") as error:
             check.check(check.ask(), nudge(0.01, learned))
         wording(re.sub(r"-?\d[\d.]*(e-\d+)?", "N", str(error.value)))
-
-
-def test_the_weight_check_asks_for_tokens_of_which_the_model_is_not_sure():
-    mesh = meshes.make_mesh(data=2, fsdp=1, tensor=1)
-    model, params = tiny.model_and_params()
-    params = jax.device_put(params, sharding.shardings(params, mesh))
-    server = Server(model, mesh)
-    tokens, mask = tiny.prompts()
-    collate = lambda numbers: Prompts(tokens[: len(numbers)], mask[: len(numbers)], [], numbers)  # noqa: E731
-    check = WeightCheck(server, model, mesh, collate, rows=len(tokens), bound=1e-3)
-    server.sampler.update_weights(params)
-    server.drawn_gap = 0.01
+    server.sampler.update_weights(learned)
+    server.drawn_gap = 0.01  # of tokens of which the model is not sure
     with pytest.raises(UserError, match=r"config\.engine\.max_gap"):
-        check.check(check.ask(), params)
+        check.check(check.ask(), learned)
 
 
 def test_in_bfloat16_the_weight_check_bounds_greedy_tokens_and_the_mean(monkeypatch, wording):
@@ -379,19 +357,6 @@ def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(ro
     WeightCheck(SimpleNamespace(server_count=1), model, mesh, asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
-
-
-def test_weights_that_cannot_be_written_end_the_run_in_one_line(params, tmp_path, monkeypatch):
-    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE)
-    with monkeypatch.context() as patch:
-        patch.setattr(weights, "write_stream", Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 28"):
-            offer.write(params)
-    offer.write(params)
-    shutil.rmtree(offer.folder)  # as by a program that empties /tmp
-    with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 2\]"):
-        offer.write(params)
-    offer.close()
 
 
 def test_a_push_says_by_name_that_the_servers_caches_are_dropped():

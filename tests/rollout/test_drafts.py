@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
-import test_sampler
 import tiny
+from model_parts import random_sampler
 from test_sampler import Tool
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine import sharding
 from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.jax import drafts
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -18,14 +19,8 @@ from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.structs import Prompts, Rollouts
 
 LENGTH = 70  # longer than two rounds
+sampler = partial(random_sampler, max_completion_tokens=LENGTH, drafts=3)
 PROMPTS = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
-
-
-def sampler(drafted: int = 3, config=tiny.CONFIG, mesh=(1, 1, 1), **bounds) -> Sampler:
-    (model, params), mesh = test_sampler.parameters(config), tiny.mesh_of(mesh)
-    made = Sampler(model, mesh, stop_ids=(3, 4), pad_id=0, max_completion_tokens=LENGTH, drafts=drafted, **bounds)
-    made.update_weights(jax.device_put(params, sharding.shardings(params, mesh)), 5)
-    return made
 
 
 @pytest.fixture
@@ -54,8 +49,8 @@ def same_bits(one: Rollouts, other: Rollouts) -> None:
     "case",
     [
         dict(pages=9),
-        pytest.param(dict(temperature=0.0, drafted=1, max_sequences=6), marks=pytest.mark.slow),
-        pytest.param(dict(config=tiny.GEMMA, cache_dtype="int8", mesh=(2, 2, 2)), marks=pytest.mark.slow),
+        pytest.param(dict(temperature=0.0, drafts=1, max_sequences=6), marks=pytest.mark.slow),
+        pytest.param(dict(config=tiny.GEMMA, cache_dtype="int8", shape=(2, 2, 2)), marks=pytest.mark.slow),
     ],
     ids=["few pages", "greedy and refilled", "window and int8 on 8 devices"],
 )
@@ -68,7 +63,7 @@ def test_right_and_wrong_drafts_change_no_bit_of_a_completion(case, passes):
     same_bits(no_history, right)
     same_bits(no_history, wrong)
     assert passes[1] < 0.8 and passes[1] < passes[3] <= 1
-    plain = sample(sampler(**case | dict(drafted=0)), temperature=temperature)
+    plain = sample(sampler(**case | dict(drafts=0)), temperature=temperature)
     assert passes[-1] == 1
     assert (plain.completions == no_history.completions).all()
     np.testing.assert_allclose(plain.logprobs, no_history.logprobs, atol=1e-5)
@@ -128,10 +123,3 @@ def test_the_prompts_sampled_longest_ago_are_forgotten_first(monkeypatch):
         assert history._tokens == sum(map(len, history._texts.values())) <= 300
     assert 0 < len(history._texts) < tiny.B
     assert list(history._texts)[-1] == PROMPTS.tokens[-1][PROMPTS.mask[-1]].tobytes()
-
-
-def test_the_trainer_agrees_with_completions_that_had_drafts(passes):
-    made = sampler(drafted=2)
-    _, rollouts = sample(made, temperature=1.3), sample(made, temperature=1.3)
-    assert passes[1] < passes[0]
-    np.testing.assert_allclose(rollouts.logprobs, test_sampler.score(rollouts, Sampling(1.3))[0], atol=1e-5)

@@ -50,7 +50,7 @@ def test_a_turn_without_an_expression_ends_the_episode():
     assert not Calculator(most_characters=9).step("<calculator>1+1</calculator>").done
 
 
-def test_a_number_game_says_higher_and_lower_until_the_number_is_found():
+def test_a_number_game_says_higher_and_lower_until_it_is_found_or_lost():
     game = NumberGame(most_guesses=4)
     game.reset({"answer": "37"})
     guesses = ("50", "20", "37")
@@ -58,12 +58,9 @@ def test_a_number_game_says_higher_and_lower_until_the_number_is_found():
     assert [reply.observation.strip() for reply in replies] == ["lower", "higher", ""]
     assert [reply.done for reply in replies] == [False, False, True]
     assert [reply.reward for reply in replies] == [None, None, 1.0]
-
-
-def test_a_number_game_ends_after_its_guesses_and_not_after_a_turn_without_one():
-    game = NumberGame(most_guesses=2)
-    game.reset({"answer": 3})
-    ends = [game.step(text).done for text in ("hm", "<guess>1</guess>", "hm", "<guess>2</guess>")]
+    few = NumberGame(most_guesses=2)
+    few.reset({"answer": 3})
+    ends = [few.step(text).done for text in ("hm", "<guess>1</guess>", "hm", "<guess>2</guess>")]
     assert ends == [False, False, False, True]
 
 

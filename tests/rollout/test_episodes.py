@@ -5,37 +5,38 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import defaultdict
+from contextlib import closing
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from model_parts import ONE, parts, prompts, trainer_logprobs
+from model_parts import sampler as engine_of
+from test_steps import numbers, written
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.learner.forward import make_logprob_fn
-from jaxrl_llm.machine import transfers
 from jaxrl_llm.models import hf, new_model
-from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import make_trial
-from jaxrl_llm.structs import Batch
 from jaxrl_llm.tasks import encyclopedia
 from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.train import steps
 from tests.tiny import mesh_of
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
-ONE, EIGHT = (1, 1, 1), (2, 4, 1)
+sampler = partial(engine_of, length=40, observation_tokens=40)
 LIMITS = dict(most=4, tokens=10, observation_tokens=30, workers=8, timeout=10.0)
 
 
@@ -67,33 +68,6 @@ class Echo:
         return Reply("".join(str((number >> k) % 10) for k in range(size)), metrics={"asked": 1.0})
 
 
-@cache
-def parts(shape: tuple[int, int, int] = ONE) -> tuple[Any, Any, Any]:
-    mesh = mesh_of(shape)
-    model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
-    return mesh, model, tokenizer
-
-
-@cache
-def sampler(shape: tuple[int, int, int] = ONE, length: int = 40, max_sequences: int = 0) -> Sampler:
-    mesh, model, tokenizer = parts(shape)
-    made = Sampler(
-        model, mesh, max_completion_tokens=length, stop_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id,
-        max_sequences=max_sequences, observation_tokens=length,
-    )  # fmt: skip
-    made.update_weights(hf.load_params(FOLDER, model, mesh, learns=False), 3)
-    return made
-
-
-@cache
-def prompts(count: int = 8) -> Any:
-    _, _, tokenizer = parts()
-    chosen = data.read(
-        "arithmetic.train", tokenizer, convert="", max_prompt_tokens=16, overlong="error", problems=count
-    )
-    return data.make_prompts(chosen, range(count), tokenizer.pad_token_id)
-
-
 def episodes(engine: Sampler, group: int = 4, *, temperature: float = 1.5, limits: dict = LIMITS, seed: int = 0, **env):
     """Rollouts of episodes with `Echo`, at a temperature that makes them differ."""
     tokenizer = parts()[2]
@@ -102,23 +76,6 @@ def episodes(engine: Sampler, group: int = 4, *, temperature: float = 1.5, limit
         engine, prompts(), jax.random.key(seed), group, Sampling(temperature), "test"
     )
     return rollouts
-
-
-def same(a, b) -> None:
-    for name in ("completions", "completion_mask", "loss_mask", "logprobs", "truncated"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-
-
-def trainer_logprobs(rollouts, temperature: float) -> np.ndarray:
-    """The log-probabilities of a forward pass over whole episodes, with nothing kept."""
-    mesh, model, _ = parts()
-    batch = Batch(
-        prompts().tokens, prompts().mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
-        sampler_logprobs=rollouts.logprobs,
-    )  # fmt: skip
-    program = make_logprob_fn(model, Sampling(temperature), mesh, microbatch=0)
-    params = hf.load_params(FOLDER, model, mesh)
-    return np.asarray(program(params, transfers.shard_batch(batch, mesh)))
 
 
 def test_an_episode_has_turns_and_observations_that_are_not_trained_on():
@@ -142,7 +99,7 @@ def test_an_episode_has_turns_and_observations_that_are_not_trained_on():
 def test_the_kept_cache_gives_the_log_probabilities_of_one_pass(length):
     """Also where an environment says nothing, which ends no episode."""
     rollouts = episodes(sampler(), length=length)
-    trained, scored = rollouts.loss_mask, trainer_logprobs(rollouts, 1.5)
+    trained, scored = rollouts.loss_mask, trainer_logprobs(prompts(), rollouts, Sampling(1.5))
     np.testing.assert_allclose(scored[trained], rollouts.logprobs[trained], 1e-5, 5e-5)
     if not length:
         silent = rollouts.episodes["silent"] > 0
@@ -150,13 +107,9 @@ def test_the_kept_cache_gives_the_log_probabilities_of_one_pass(length):
         assert ((rollouts.episodes["turns"] > 1) | rollouts.truncated)[silent].all()
 
 
-def test_the_time_that_tools_take_changes_no_number():
-    same(episodes(sampler()), episodes(sampler(), delay=0.004))
-
-
 @pytest.mark.slow
 def test_eight_devices_and_batches_in_parts_sample_the_same_episodes():
-    one, other = episodes(sampler()), episodes(sampler(EIGHT, max_sequences=16))
+    one, other = episodes(sampler()), episodes(sampler(shape=(2, 4, 1), max_sequences=16))
     np.testing.assert_array_equal(one.completions, other.completions)
     np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
@@ -213,6 +166,15 @@ def config_with_turns(**changes: Any) -> Any:
         "reward.timeout": 0.0, "health.self_test": False, "rollout.temperature": 1.2, **changes,
     })  # fmt: skip
     return config
+
+
+def run_records(config: Any, workdir: Path, *, stop: int = 0) -> list[dict]:
+    """Runs a config, in two parts if it stops after a step. Returns its records without times."""
+    if stop:
+        with closing(steps(config, workdir)) as records:
+            next(record for record in records if record["step"] == stop)
+    list(steps(config, workdir))
+    return numbers(written(workdir))
 
 
 # Groups are replaced in the thread that samples ahead, for which rewards need a process.
@@ -308,22 +270,14 @@ class Rambler:
         return Reply(text[middle:] + text[:middle] or "nothing", done=self.turns > 2 + len(text) % 3)
 
 
-class Recorded:
-    """Environments that write down the ids that go in and out."""
+def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp_path, monkeypatch):
+    answers, answer = defaultdict(list), EnvironmentBatch.answer
 
-    def __init__(self, batch: Any):
-        self.batch, self.ids = batch, {}
+    def recorded(batch: EnvironmentBatch, episode: int, turn: list[int]) -> Any:
+        answers[episode].append((turn, answer(batch, episode, turn)))
+        return answers[episode][-1][1]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batch, name)
-
-    def answer(self, episode: int, turn: list[int]) -> Any:
-        answer = self.batch.answer(episode, turn)
-        self.ids.setdefault(episode, []).append((turn, answer))
-        return answer
-
-
-def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp_path):
+    monkeypatch.setattr(EnvironmentBatch, "answer", recorded)
     rows = encyclopedia.train()[:50]
     sizes = dict.fromkeys(new_model.SIZE_KEYS, 32) | {"num_hidden_layers": 1, "num_attention_heads": 2}
     new_model.write_folder(tmp_path, sizes | {"num_key_value_heads": 1, "vocabulary": 128}, rows, "answer")
@@ -336,21 +290,19 @@ def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp
     dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=64, overlong="error")
     asked = data.make_prompts(dataset, range(50), pad)
     pool = EnvironmentPool(tokenizer, Rambler, **LIMITS | {"tokens": 16})
-    recorded = Recorded(pool.start_batch(asked.rows, 8))
-    rollouts = engine.sample(
-        asked, jax.random.key(0), group_size=8, sampling=Sampling(), environments=cast("Any", recorded)
-    )
+    task = CompletionTask(tokenizer, None, pool)
+    _, rollouts = task.sample(engine, asked, jax.random.key(0), 8, Sampling(), "test")
 
     again = 0
-    for i, turns in recorded.ids.items():
+    for i, turns in answers.items():
         place = divmod(i, 8)
         tokens, own = rollouts.completions[place], rollouts.loss_mask[place]
         at, real = 0, int(rollouts.completion_mask[place].sum())
-        for turn, answer in turns:
+        for turn, reply in turns:
             assert tokens[at : at + len(turn)].tolist() == turn
             assert own[at : at + len(turn)].all()
             at += len(turn)
-            observation = answer.result()
+            observation = reply.result()
             if observation and at < real:
                 assert tokens[at : at + len(observation)].tolist() == observation
                 assert not own[at : at + len(observation)].any()
@@ -358,23 +310,5 @@ def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp
         assert own[at:real].all()  # a last turn that no environment answered
         text = tokenizer.decode(tokens[:real])
         again += tokenizer(text, add_special_tokens=False)["input_ids"] != tokens[:real].tolist()
-    assert len(recorded.ids) > 320  # the others end before an environment is asked
+    assert len(answers) > 320  # the others end before an environment is asked
     assert again > 80
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("advantage", ["grpo", "grpo_turns"])
-def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(tmp_path, advantage):
-    by_turns = {"env.name": "tests.rollout.test_turn_rewards.Judged", "reward.functions": ("environment.reward",)}
-
-    def after(name: str, **more: Any) -> dict:
-        more |= by_turns if advantage == "grpo_turns" else {}
-        config = config_with_turns(
-            **{"num_steps": 2, "mesh.fsdp": 1, "eval": None, "advantage.name": advantage, **more}
-        )
-        return list(steps(config, tmp_path / name))[-1]
-
-    changes = {"microbatch": 4, "model.row_parts": 2, "mesh.data": 2, "mesh.fsdp": 2}
-    one, other = after("one"), after("other", **changes)
-    for name in ("loss/total", "grad_norm", "entropy", "kl/ref", "reward/mean"):
-        np.testing.assert_allclose(one[name], other[name], rtol=2e-4, atol=1e-7, err_msg=name)

@@ -5,63 +5,50 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from model_parts import ONE, parts, sampler
+from test_episodes import Echo
 from tiny import mesh_of
 
-import jaxrl_llm
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.settings import metrics_of
 from jaxrl_llm.machine import progress
-from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.evaluation import GREEDY_PLAN, evaluate, mean_score, whole_batches
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.jax import compiled
-from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import PageKind, sizes_of
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.structs import Rewards
-from jaxrl_llm.tasks.protocol import Reply
 
-FOLDER = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
-ONE, PROBLEMS, BATCH = (1, 1, 1), 43, 16
+PROBLEMS, BATCH = 43, 16
+engine = partial(sampler, length=12)
 KEY = jax.random.key(0)
 
 
 @cache
 def problems() -> data.Dataset:
-    tokenizer = hf.load_tokenizer(FOLDER)
+    tokenizer = parts()[2]
     limits = dict(max_prompt_tokens=16, overlong="error", problems=PROBLEMS)
     return data.read("arithmetic.held_out", tokenizer, convert="", **limits)
 
 
-def engine(shape: tuple[int, int, int] = ONE, at_once: int = BATCH, length: int = 12, said: int = 0) -> Sampler:
-    mesh, tokenizer = mesh_of(shape), hf.load_tokenizer(FOLDER)
-    model = hf.load_model(FOLDER, mesh)
-    stops = dict(stop_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id)
-    limits = dict(max_completion_tokens=length, max_sequences=at_once, observation_tokens=said)
-    sampler = Sampler(model, mesh, **limits, **stops)
-    sampler.update_weights(hf.load_params(FOLDER, model, mesh, learns=False))
-    return sampler
-
-
 def task(environments: EnvironmentPool | None = None, judge: str = "arithmetic.accuracy") -> CompletionTask:
-    return CompletionTask(hf.load_tokenizer(FOLDER), RewardFn((judge,), (1.0,), 0), environments)
+    return CompletionTask(parts()[2], RewardFn((judge,), (1.0,), 0), environments)
 
 
 @cache
 def by_batches() -> tuple[list, np.ndarray]:
     """Texts and scores of greedy batches of one size, each sampled and graded alone."""
-    sampler, texts, scores = engine(at_once=0), [], []
+    sampler, texts, scores = engine(), [], []
     for start in (0, BATCH, PROBLEMS - BATCH):
         prompts = data.make_prompts(problems(), range(start, start + BATCH), 0)
         graded = task().grade(*task().sample(sampler, prompts, KEY, 1, GREEDY_PLAN.sampling, "test"))
@@ -74,7 +61,7 @@ def by_batches() -> tuple[list, np.ndarray]:
     ("shape", "at_once"), [(ONE, 3), pytest.param((2, 2, 2), BATCH, marks=pytest.mark.slow)], ids=str
 )
 def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_once):
-    graded = evaluate(engine(shape, at_once), problems(), task(), batch=BATCH, seed=0)
+    graded = evaluate(engine(shape=shape, max_sequences=at_once), problems(), task(), batch=BATCH, seed=0)
     texts, scores = by_batches()
     assert graded.texts == texts
     np.testing.assert_array_equal(graded.rewards.total, scores)
@@ -112,19 +99,6 @@ def test_thousands_of_problems_have_the_programs_and_the_cache_of_a_batch(sequen
     assert whole.refills and whole == replace(part, refills=True)  # and a program for prompts that begin later
 
 
-class Once:
-    """Answers a turn with a digit, and ends after the second."""
-
-    stops = ()
-
-    def reset(self, row: dict) -> None:
-        self.turns = 0
-
-    def step(self, text: str) -> Reply:
-        self.turns += 1
-        return Reply("7", done=self.turns > 1)
-
-
 def test_the_progress_advances_while_episodes_end(monkeypatch):
     shown, seen, begin, decode = [], [], progress.task, compiled.CallPrograms.decode
 
@@ -141,8 +115,8 @@ def test_the_progress_advances_while_episodes_end(monkeypatch):
     monkeypatch.setattr(progress, "task", watched)
     monkeypatch.setattr(compiled.CallPrograms, "decode", decoded)
     limits = dict(most=3, tokens=8, observation_tokens=4, workers=2, timeout=0)
-    pool = EnvironmentPool(hf.load_tokenizer(FOLDER), Once, **limits)
-    evaluate(engine(at_once=8, length=30, said=4), problems(), task(pool), batch=BATCH, seed=0)
+    pool = EnvironmentPool(parts()[2], partial(Echo, turns=2, length=1), **limits)
+    evaluate(engine(length=30, max_sequences=8, observation_tokens=4), problems(), task(pool), batch=BATCH, seed=0)
     assert seen == sorted(seen) and seen[0] == 0
     assert len({*seen}) > 3 and 0 < seen[-1] < PROBLEMS
     told = {task.name.split(": ")[1]: (task.finished, task.total) for task in shown if "evaluating" in task.name}

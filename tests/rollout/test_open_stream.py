@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from model_parts import random_sampler
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -24,11 +25,7 @@ ROWS = tiny.B
 
 @cache
 def sampler() -> Sampler:
-    model, params = tiny.model_and_params(scale=3.0)
-    bounds = dict(max_completion_tokens=LENGTH, max_sequences=ROWS)
-    made = Sampler(model, tiny.mesh_of((1, 1, 1)), stop_ids=STOPS, pad_id=0, **bounds)
-    made.update_weights(params, 5)
-    return made
+    return random_sampler(max_completion_tokens=LENGTH, max_sequences=ROWS)
 
 
 @cache
@@ -169,12 +166,7 @@ class Conversations:
 
 def talk(conversations: Conversations, rows: int, pages: int = 0):
     """Runs conversations. Returns tokens and log-probabilities of each call, and the stream."""
-    model, params = tiny.model_and_params(scale=3.0)
-    made = Sampler(
-        model, tiny.mesh_of((1, 1, 1)), stop_ids=STOPS, pad_id=0, max_completion_tokens=160, max_sequences=rows,
-        pages=pages,
-    )  # fmt: skip
-    made.update_weights(params, 5)
+    made = random_sampler(max_completion_tokens=160, max_sequences=rows, pages=pages)
     stream = made.open_stream(conversations, jax.random.key(KEY), rows=rows, prompt_width=128, sampling=Sampling())
     stream.run()
     return {number: joined(reports)[:2] for number, reports in conversations.told.items()}, stream

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import test_episodes
 import tiny
-from test_steps import SHORT, numbers, written
+from model_parts import parts, prompts
+from test_steps import SHORT
 from test_steps import tiny as small_config
 
 from benchmarks.speed.partial import DrawnEngine, make_source, prompts_of, sampled_steps
@@ -27,7 +28,6 @@ from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask, partial_metrics
 from jaxrl_llm.structs import Batch, Prompts
 from jaxrl_llm.tasks.protocol import Reply
-from jaxrl_llm.train import steps
 
 LENGTH, WANTED = 24, 3
 
@@ -103,17 +103,17 @@ class Rare(test_episodes.Echo):
 
     def step(self, text: str) -> Reply:
         reply = super().step(text)
-        rare = {"rare": 1.0} if self.row == test_episodes.prompts(32).rows[0] else {}
+        rare = {"rare": 1.0} if self.row == prompts(32).rows[0] else {}
         reward = len(text) / 8 if len(text) % 3 else None
         return replace(reply, metrics=reply.metrics | rare, reward=reward, score=float(len(self.said)))
 
 
 def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[dict]:
     """The batches of calls until 4 of 8 groups are complete. resumed: each call has the flight of a checkpoint."""
-    tokenizer = test_episodes.parts()[2]
+    tokenizer = parts()[2]
     engine = test_episodes.sampler()
     pool = EnvironmentPool(tokenizer, partial(Rare, length=0, delay=delay), **test_episodes.LIMITS)
-    rows, pad = test_episodes.prompts(32), tokenizer.pad_token_id
+    rows, pad = prompts(32), tokenizer.pad_token_id
     taken = []
     with closing(pool):
         task = CompletionTask(tokenizer, None, pool, keeps_turns=True)
@@ -171,12 +171,20 @@ def drawn_source(seed: int, *, partial: int, max_age: int):
 SETTINGS = [(open_groups, max_age) for open_groups in (1, 3, 6) for max_age in (0, 1, 2)]
 
 
-def test_age_and_number_of_open_groups_stay_within_their_bounds():
+def test_age_and_number_of_open_groups_stay_bounded_also_after_a_resume():
+    """A source that each step takes from a checkpoint has the batches of one that is not stopped."""
     oldest = dict.fromkeys((0, 1, 2), 0)
     for seed, (open_groups, max_age) in enumerate(SETTINGS):
         source, lengths = drawn_source(seed, partial=open_groups, max_age=max_age)
+        resumed, _ = drawn_source(seed, partial=open_groups, max_age=max_age)
         begun_steps, trained = dict[int, int](), list[int]()
-        for step, samples in enumerate(sampled_steps(source, 12), 1):
+        pairs = zip(sampled_steps(source, 12), sampled_steps(resumed, 12), strict=True)
+        for step, (samples, again) in enumerate(pairs, 1):
+            jax.tree.map(np.testing.assert_array_equal, samples.rollouts, again.rollouts)
+            assert samples.metrics == again.metrics
+            arrays = resumed.in_flight.to_checkpoint()
+            arrays |= {"rollouts": vars(arrays["rollouts"])}
+            resumed.in_flight = InFlightGroups.from_checkpoint(arrays, prompts_of)
             in_flight, rollouts, numbers = source.in_flight, samples.rollouts, samples.prompts.numbers
             open_numbers = in_flight.prompts.numbers[in_flight.has_begun]
             for number in [*numbers, *open_numbers]:
@@ -196,16 +204,6 @@ def test_age_and_number_of_open_groups_stay_within_their_bounds():
         every = sorted(trained + source.in_flight.prompts.numbers.tolist())
         assert every == list(range(len(every)))
     assert oldest[0] > 2 and (oldest[1], oldest[2]) == (1, 2)
-
-
-def test_a_checkpoint_of_the_groups_in_flight_changes_no_later_batch():
-    for seed, (open_groups, max_age) in enumerate(SETTINGS[1::3]):
-        whole, resumed = (drawn_source(seed, partial=open_groups, max_age=max_age)[0] for _ in range(2))
-        for one, two in zip(sampled_steps(whole, 8), sampled_steps(resumed, 8), strict=True):
-            jax.tree.map(np.testing.assert_array_equal, (one.rollouts, one.metrics), (two.rollouts, two.metrics))
-            arrays = resumed.in_flight.to_checkpoint()
-            arrays |= {"rollouts": vars(arrays["rollouts"])}
-            resumed.in_flight = InFlightGroups.from_checkpoint(arrays, prompts_of)
 
 
 def test_without_a_bound_the_first_complete_of_two_batches_are_the_batch():
@@ -243,13 +241,10 @@ def test_a_run_goes_on_bit_for_bit_with_the_groups_that_were_on_their_way(short_
     """Completions often need more than a round, and weights are older by a lag."""
     changes = {"rollout.partial": 6, "rollout.max_completion_tokens": 12, "num_steps": 5, "rollout.max_lag": 1}
     config = small_config(**SHORT | changes | {"rollout.max_age": 1})
-    whole = list(steps(config, tmp_path / "whole"))
+    whole = test_episodes.run_records(config, tmp_path / "whole")
     assert sum(record["rollout/carried"] > 0 for record in whole) > 2
     assert max(record["rollout/lag_p95"] for record in whole) > 1
     assert {record["rollout/age_max"] for record in whole} == {0, 1}
     lost = int(whole[-1]["rollout/in_flight"])
     assert 0 < lost <= 6 and f" {lost} groups in flight" in capsys.readouterr().out
-    with closing(steps(config, tmp_path / "run")) as run:
-        next(record for record in run if record["step"] == 2)
-    list(steps(config, tmp_path / "run"))
-    assert numbers(written(tmp_path / "run")) == numbers(whole)
+    assert test_episodes.run_records(config, tmp_path / "run", stop=2) == whole

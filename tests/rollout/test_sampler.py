@@ -9,10 +9,11 @@ from contextlib import closing, contextmanager
 from functools import cache, partial
 from itertools import count
 from threading import Event, Timer
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import model_parts
 import numpy as np
 import pytest
 import tiny
@@ -27,12 +28,10 @@ from jaxrl_llm.algorithms.sampling import (
     token_logprobs_gradient,
 )
 from jaxrl_llm.learner import forward
-from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Compilations
 from jaxrl_llm.models import adapters
 from jaxrl_llm.rollout import weights
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
-from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.structs import Batch, Prompt, Prompts, PyTree, Rollouts
 
@@ -43,25 +42,17 @@ FEW_PAGES, ALL_DEVICES = dict(most=8, pages=16), dict(mesh=(2, 2, 2), most=16, p
 supported, distribution = (jax.jit(function, static_argnums=1) for function in (mask_logits, log_distribution))
 
 
-parameters = cache(partial(tiny.model_and_params, scale=3.0))
-
-
 def sample(
     sampling=KINDS[0], *, length=12, stops=(3, 4), mesh=(1, 1, 1), most=0, pages=0, config=tiny.CONFIG,
-    environments=None, in_int8=False, cache_dtype="", limits=None, again=lambda call: None, prompts=None,
+    environments=None, in_int8=False, cache_dtype="", limits=None, prompts=None,
 ):  # fmt: skip
-    """Completions of a new sampler; `again` gets the call of the sampler, for another one with the same programs."""
-    (model, params), mesh = parameters(config), tiny.mesh_of(mesh)
-    bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages)
+    """Completions of a new sampler."""
+    bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages, stop_ids=stops)
     bounds |= dict(in_int8=in_int8, cache_dtype=cache_dtype, observation_tokens=length if environments else 0)
-    sampler = Sampler(model, mesh, stop_ids=stops, pad_id=0, **bounds)
-    sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
+    sampler = model_parts.random_sampler(config, mesh, **bounds)
     prompts = prompts or Prompts(*tiny.prompts(), [], np.arange(tiny.B))
-    fixed = dict(group_size=tiny.G, sampling=sampling)
-    call = partial(sampler.sample, prompts, jax.random.key(0), **fixed, environments=environments, max_tokens=limits)
-    rollouts = call()
-    again(call)
-    return rollouts
+    options = dict(group_size=tiny.G, sampling=sampling, environments=environments, max_tokens=limits)
+    return sampler.sample(prompts, jax.random.key(0), **options)
 
 
 def steady(**changes) -> Rollouts:
@@ -78,7 +69,7 @@ def whole(config=tiny.CONFIG) -> Rollouts:
 def test_weights_that_give_no_finite_log_probability_are_told(monkeypatch, capsys):
     model, params = tiny.model_and_params(tiny.CONFIG)
     huge = jax.tree.map(lambda x: x * 1e10, params)  # finite, but their activations overflow
-    monkeypatch.setitem(globals(), "parameters", lambda config: (model, huge))
+    monkeypatch.setattr(model_parts, "random_model", lambda config: (model, huge))
     sample()
     assert capsys.readouterr().out.startswith("note: 384 of 384 ")
 
@@ -97,7 +88,7 @@ def small_pages() -> Iterator[list[int]]:
 
 def score(rollouts: Rollouts, sampling: Sampling, config=tiny.CONFIG, *changed: PyTree) -> list[np.ndarray]:
     """Log-probabilities of the trainer with the parameters of `sample`, and with changed ones."""
-    model, params = parameters(config)
+    model, params = model_parts.random_model(config)
     batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     program = jax.jit(partial(forward.completion_logprobs, model, sampling=sampling))
     return [np.where(batch.loss_mask, program(p, batch)[0], 0) for p in (params, *changed)]
@@ -105,7 +96,7 @@ def score(rollouts: Rollouts, sampling: Sampling, config=tiny.CONFIG, *changed: 
 
 def check_draws(rollouts: Rollouts, sampling: Sampling, config=tiny.CONFIG) -> None:
     """Compares to draws from the logits of one pass over the texts: by the numbers of a larger batch, with key 0."""
-    (model, params), size = parameters(config), tiny.B * tiny.G
+    (model, params), size = model_parts.random_model(config), tiny.B * tiny.G
     given = [np.repeat(x, tiny.G, axis=0) for x in tiny.prompts()]
     flat = (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask, rollouts.logprobs)
     sampled, mask, own, logprobs = (x.reshape(size, -1) for x in flat)
@@ -145,7 +136,7 @@ def test_a_second_sampler_of_a_model_compiles_no_program_of_it_again():
 
 def test_a_copy_in_int8_samples_from_the_rounded_weights():
     rollouts = sample(mesh=(2, 2, 2), in_int8=True)
-    _, params = parameters(tiny.CONFIG)
+    _, params = model_parts.random_model(tiny.CONFIG)
     rounded = partial(weights._map_kernels, change=lambda kernel: adapters.as_array(adapters.quantize_int8(kernel)))
     layers = jax.jit(rounded)(params["layers"])
     exact, rounded = score(rollouts, Sampling(), tiny.CONFIG, params | {"layers": layers})
@@ -239,18 +230,10 @@ def test_a_vocabulary_of_152k_is_drawn_from_without_loss_of_its_tail():
     np.testing.assert_array_equal(found, rare)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (Sampling(top_k=2), [4 / 7, 3 / 7, 0, 0]),
-        (Sampling(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
-        (Sampling(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),  # of what top-k left: 4/9, then 7/9 >= 0.5
-    ],
-    ids=str,
-)
-def test_top_k_then_top_p_by_hand(sampling, expected):
+def test_top_p_counts_in_what_top_k_left():
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    np.testing.assert_allclose(np.exp(distribution(logits, sampling)), expected, atol=1e-6)
+    both = distribution(logits, Sampling(top_k=3, top_p=0.5))  # of what top-k left: 4/9, then 7/9 >= 0.5
+    np.testing.assert_allclose(np.exp(both), [4 / 7, 3 / 7, 0, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 5_000])
@@ -290,45 +273,6 @@ def test_a_token_that_left_the_support_keeps_a_finite_log_probability():
     np.testing.assert_allclose(gradient, [-0.8, 0, 0, 0.8], atol=1e-6)
 
 
-class Bounded(NamedTuple):
-    rollouts: Rollouts
-    preempted: list[int]
-    shares: set[float]  # of the keys and values that the first device holds, after each program
-    rekeyed: Rollouts | None  # of a second call on one device, each of whose rounds has another key
-
-
-@cache
-def bounded(config, **bounds) -> Bounded:
-    """The completions of `steady` with small pages and rounds, of which few may be there at once."""
-    shares, rekeyed = set(), []
-
-    def with_new_keys(call) -> None:
-        decode, rounds = compiled.CallPrograms.decode, count()
-
-        def decode_with(self, *args):
-            self.key = jax.random.fold_in(self.key, next(rounds))
-            return decode(self, *args)
-
-        if "mesh" not in bounds:
-            first = len(preempted)
-            patch.setattr(compiled.CallPrograms, "decode", decode_with)
-            rekeyed.append(call())
-            assert len(preempted) > first
-
-    with small_pages() as preempted, pytest.MonkeyPatch.context() as patch:
-        for name in ("prefill", "decode"):
-            original = getattr(compiled.CallPrograms, name)
-
-            def call(self, *args, original=original):
-                cache, *others = original(self, *args)
-                shares.update(x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(cache))
-                return cache, *others
-
-            patch.setattr(compiled.CallPrograms, name, call)
-        rollouts = steady(config=config, again=with_new_keys, **bounds)
-    return Bounded(rollouts, preempted, shares, *rekeyed or [None])
-
-
 @pytest.mark.parametrize(
     ("config", "bounds"),
     [
@@ -338,9 +282,10 @@ def bounded(config, **bounds) -> Bounded:
     ids=["one device", "8 devices", "gemma on 8 devices"],
 )
 def test_pages_bounds_and_preemptions_change_no_token(config, bounds):
-    found = bounded(config, **bounds)
-    assert found.preempted
-    same(whole(config), found.rollouts)
+    with small_pages() as preempted:
+        found = steady(config=config, **bounds)
+    assert preempted
+    same(whole(config), found)
 
 
 def test_a_cache_that_grows_changes_no_token(monkeypatch):
@@ -398,14 +343,32 @@ def test_a_program_that_does_not_fit_is_told_by_the_next_call():
     ahead.close()
 
 
-def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more():
-    assert bounded(tiny.CONFIG, **ALL_DEVICES).shares == {1 / 8}
+def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(monkeypatch):
+    shares, decode = set(), compiled.CallPrograms.decode
+
+    def measured(self, *args):
+        cache, sampled = decode(self, *args)
+        shares.update(x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(cache))
+        return cache, sampled
+
+    monkeypatch.setattr(compiled.CallPrograms, "decode", measured)
+    with small_pages():
+        steady(**ALL_DEVICES)
+    assert shares == {1 / 8}
 
 
-def test_a_preempted_completion_goes_on_with_the_tokens_that_it_had():
+def test_a_preempted_completion_goes_on_with_the_tokens_that_it_had(monkeypatch):
     """Each round has another key: what is computed again would be other tokens, if they were drawn again."""
-    rollouts = bounded(tiny.CONFIG, **FEW_PAGES).rekeyed
-    assert (rollouts.completions != whole().completions).any()
+    decode, rounds = compiled.CallPrograms.decode, count()
+
+    def rekeyed(self, *args):
+        self.key = jax.random.fold_in(self.key, next(rounds))
+        return decode(self, *args)
+
+    monkeypatch.setattr(compiled.CallPrograms, "decode", rekeyed)
+    with small_pages() as preempted:
+        rollouts = steady(**FEW_PAGES)
+    assert preempted and (rollouts.completions != whole().completions).any()
     np.testing.assert_allclose(rollouts.logprobs, score(rollouts, WARM)[0], atol=1e-5)
 
 

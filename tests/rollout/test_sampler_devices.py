@@ -12,67 +12,28 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_episodes import RESAMPLED, config_with_turns
-from test_steps import numbers, written
+from test_episodes import RESAMPLED, config_with_turns, run_records
 from test_steps import tiny as small_config
 
-from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine import meshes, sharding
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.rollout.actor import Actor
-from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import Samples
-from jaxrl_llm.structs import Prompts, Rollouts
+from jaxrl_llm.structs import Prompts
 from jaxrl_llm.train import steps
-
-
-def sampled(mesh: jax.sharding.Mesh, trainer: jax.sharding.Mesh) -> Rollouts:
-    """Completions with weights that the trainer's mesh has pushed."""
-    _, params = tiny.model_and_params()
-    params = jax.device_put(params, sharding.shardings(params, trainer))
-    engine = Sampler(
-        Decoder(tiny.CONFIG), mesh, trainer_mesh=trainer, max_completion_tokens=12, stop_ids=(3, 4), pad_id=0
-    )
-    engine.update_weights(params)
-    if mesh is not trainer:
-        engine.release()  # the update needs no memory of these devices
-    prompts = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
-    return engine.sample(prompts, jax.random.key(0), group_size=tiny.G, sampling=Sampling())
-
-
-@pytest.mark.slow
-def test_completions_of_devices_beside_the_trainers_are_those_of_a_shared_mesh():
-    alone = meshes.make_meshes(4, data=1, fsdp=-1, tensor=1)[1]
-    assert (alone.devices.shape, [d.id for d in alone.devices.flat]) == ((4, 1, 1), [4, 5, 6, 7])
-    sizes = dict(data=1, fsdp=-1, tensor=2)
-    trainer, mesh = meshes.make_meshes(4, **sizes)
-    assert (mesh.devices.shape, [d.id for d in mesh.devices.flat]) == ((2, 1, 2), [4, 5, 6, 7])
-    assert [d.id for d in trainer.devices.flat] == [0, 1, 2, 3]
-    shared = meshes.mesh_over(jax.devices()[:4], **sizes)
-    jax.tree.map(np.testing.assert_array_equal, sampled(mesh, trainer), sampled(shared, shared))
-
-
-def run(workdir: Path, config: Any, *, stop: int = 0) -> list[dict]:
-    """Runs a config, in two parts if it stops after a step, and returns its records without times."""
-    if stop:
-        with closing(steps(config, workdir)) as records:
-            next(record for record in records if record["step"] == stop)
-    list(steps(config, workdir))
-    return numbers(written(workdir))
 
 
 @pytest.mark.slow
 def test_a_lag_on_four_and_four_devices_has_the_numbers_of_one_mesh(tmp_path, capfd):
     """In episodes, with groups that are replaced while others learn, and after a resume."""
-    changes = RESAMPLED | {"mesh.fsdp": 4, "mesh.data": 1, "num_steps": 4, "eval": None, "kl": None}
+    changes = RESAMPLED | {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.data": 1, "num_steps": 4, "eval": None, "kl": None}
     changes |= {"checkpoint.keep_best": 0, "data.curriculum.skip": 0.9}
     changes |= {"prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}  # few programs
-    shared = run(tmp_path / "shared", config_with_turns(**changes))
-    apart = run(tmp_path / "apart", config_with_turns(**changes, **{"engine.devices": 4}), stop=1)
+    shared = run_records(config_with_turns(**changes), tmp_path / "shared")
+    apart = run_records(config_with_turns(**changes, **{"engine.devices": 4}), tmp_path / "apart", stop=1)
     assert apart == shared
     last = shared[-1]
     assert last["rollout/lag"] == 1 and last["groups/no_signal_sampled"] > 0 and last["episode/turns"] > 1
-    assert "data 4 x fsdp 1 x tensor 1" in capfd.readouterr().out
+    assert "data 2 x fsdp 1 x tensor 2" in capfd.readouterr().out
     models = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("shared", "apart")]
     assert models[0] == models[1]
 

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 import test_episodes
-from test_agents import call, prompts, trace
-from test_steps import numbers, written
+from model_parts import parts, prompts
+from test_agents import call, trace
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms.sampling import Sampling
@@ -43,11 +43,11 @@ class Thoughtful(test_episodes.Echo):
 
 
 def test_each_turn_of_an_episode_has_its_reward_on_its_last_token():
-    tokenizer = test_episodes.parts()[2]
+    tokenizer = parts()[2]
     pool = EnvironmentPool(tokenizer, partial(Judged, length=0), **test_episodes.LIMITS)
     with closing(pool):
         task = CompletionTask(tokenizer, None, pool, keeps_turns=True)
-        arguments = test_episodes.sampler(), test_episodes.prompts(), jax.random.key(0), 4, Sampling(1.5), "test"
+        arguments = test_episodes.sampler(), prompts(), jax.random.key(0), 4, Sampling(1.5), "test"
         _, rollouts = task.sample(*arguments)
         _, plain = replace(task, keeps_turns=False).sample(*arguments)
     assert plain.turn_numbers is None and plain.turn_rewards is None
@@ -149,28 +149,21 @@ def test_credit_by_the_turn_needs_turns_and_their_rewards(changes, field, refuse
 
 
 @pytest.mark.slow
-def test_a_policy_learns_what_turns_pay_and_a_resumed_run_is_the_same(tmp_path):
+def test_a_policy_learns_what_turns_pay(tmp_path):
     config = by_turns(**{"num_steps": 12, "optim.learning_rate": 1e-3, "health.self_test": True})
     whole = list(steps(config, tmp_path / "whole"))
     paid = [record["reward/turns"] for record in whole]
     assert paid == pytest.approx([record["reward/mean"] for record in whole])
     assert np.mean(paid[-3:]) > np.mean(paid[:3]) + 0.3, paid
-    with closing(steps(config, tmp_path / "run")) as run:
-        next(record for record in run if record["step"] == 2)
-    list(steps(config, tmp_path / "run"))
-    assert numbers(written(tmp_path / "run")) == numbers(whole)
 
 
 @pytest.mark.slow
 def test_turns_of_partial_rollouts_with_a_lag_survive_a_resume(tmp_path):
     changes = {"rollout.partial": 4, "rollout.max_lag": 1, "num_steps": 5, "checkpoint.every": 1}
     config = by_turns(**changes)
-    whole = list(steps(config, tmp_path / "whole"))
+    whole = test_episodes.run_records(config, tmp_path / "whole")
     assert any(record["rollout/carried"] for record in whole)
-    with closing(steps(config, tmp_path / "run")) as run:
-        next(record for record in run if record["step"] == 2)
-    list(steps(config, tmp_path / "run"))
-    assert numbers(written(tmp_path / "run")) == numbers(whole)
+    assert test_episodes.run_records(config, tmp_path / "run", stop=2) == whole
 
 
 @pytest.mark.slow

@@ -303,30 +303,17 @@ def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server
     assert len({tuple(x) for x in rollouts.completions.reshape(-1, 24).tolist()}) > B
 
 
-def spoil(tensors: dict[str, np.ndarray], how: str) -> None:
-    name = "model.layers.1.mlp.down_proj.weight"
-    if how == "missing":
-        del tensors[name]
-    elif how == "unknown":
-        tensors["model.extra.weight"] = tensors[name]
-    elif how == "of another shape":
-        tensors[name] = np.ascontiguousarray(tensors[name].T)
-    else:
-        tensors[name][3, 5] = np.nan
-
-
-@pytest.mark.parametrize("how", ["missing", "unknown", "of another shape", "NaN", "cut in half"])
+@pytest.mark.parametrize("how", ["missing", "unknown", "of another shape", "cut in half"])
 def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prompts, tmp_path, how):
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 3)
         before, file = sample(engine, prompts), tmp_path / "bad.safetensors"
-        tensors = load_file(FOLDER / "model.safetensors")
-        if how == "cut in half":
-            whole = (FOLDER / "model.safetensors").read_bytes()
-            file.write_bytes(whole[: len(whole) // 2])
-        else:
-            spoil(tensors, how)
-            save_file(tensors, file)
+        name, tensors = "model.layers.1.mlp.down_proj.weight", load_file(FOLDER / "model.safetensors")
+        tensor = tensors.pop(name)
+        changes = {"unknown": {name: tensor, "model.extra.weight": tensor}, "cut in half": {name: tensor}}
+        changes |= {"missing": {}, "of another shape": {name: np.ascontiguousarray(tensor.T)}}
+        save_file(tensors | changes[how], file)
+        os.truncate(file, file.stat().st_size // (2 if how == "cut in half" else 1))
         post = lambda path, body=None: ask(server, "post", path, json=body, timeout=60)  # noqa: E731
         post("/pause?mode=keep")
         post("/start_weight_update")
@@ -360,49 +347,12 @@ def downloads(monkeypatch) -> list[int]:
     return sent
 
 
-def test_a_push_over_http_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, downloads):
-    with connected(server, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
-        pushed = nudged(params, 0.01)
-        engine.update_weights(pushed, 8)
-        assert len(downloads) == 2
-        rollouts = sample(engine, prompts)
-        assert gap(pushed, prompts, rollouts) < 1e-4
-        assert (rollouts.versions == 8).all()
-
-
-def test_a_second_run_on_a_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
-    with (
-        connected(server, tmp_path=tmp_path, run="one") as engine,
-        connected(server, tmp_path=tmp_path, run="two") as other,
-    ):
-        engine.update_weights(params, 1)
-        with pytest.raises(UserError, match="jaxrl_llm:one:1"):
-            other.update_weights(params, 1)
-        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-    with connected(server, tmp_path=tmp_path, run="two") as other:
-        other.update_weights(params, 1)
-        assert gap(params, prompts, sample(other, prompts)) < 1e-4
-
-
 def test_a_run_killed_in_the_middle_of_a_push_resumes_with_its_server(server, params, prompts, tmp_path):
     for path in ("/pause?mode=keep", "/start_weight_update"):
         ask(server, "post", path, timeout=60)
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 2)
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (dict(max_completion_tokens=64), "32 tokens.* 8 .*64"),
-        (dict(model=replace(MODEL.cfg, norm_eps=1e-5)), "norm_eps = 1e-06.* 1e-05"),
-        (dict(dtype="bfloat16"), "config.model.dtype.* 'bfloat16'"),
-    ],
-)
-def test_a_server_that_was_started_otherwise_is_refused(server, params, tmp_path, changes, words):
-    with connected(server, tmp_path=tmp_path, **changes) as engine, pytest.raises(UserError, match=words):
-        engine.update_weights(params, 1)
 
 
 # A worker that dies takes the engine with it. A kill costs a start of a server, so requests and pushes have one each;
@@ -459,27 +409,18 @@ def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, 
         assert (rollouts.versions == 2).all()
 
 
-def test_a_server_that_hangs_for_longer_than_a_timeout_is_waited_for(server, params, prompts, tmp_path, monkeypatch):
+def test_a_server_that_hangs_in_requests_or_in_a_push_is_waited_for(server, params, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "SHORT_TIMEOUT", 2.0)
     with connected(server, tmp_path=tmp_path, timeout=2.0) as engine:
-        engine.update_weights(params, 9)
+        engine.update_weights(nudged(params, 0.02), 9)
         group = vllm_group(server)
         stop(group, 8)
         began = time.monotonic()
-        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+        assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
         assert time.monotonic() - began > 6
-        assert vllm_group(server) == group
-
-
-def test_a_server_that_hangs_in_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 2.0)
-    with connected(server, tmp_path=tmp_path, timeout=2.0) as engine:
-        engine.update_weights(nudged(params, 0.02), 1)
-        group = vllm_group(server)
         stopped = before_push(monkeypatch, lambda: stop(group, 6))
-        engine.update_weights(params, 2)
-        assert stopped
-        assert vllm_group(server) == group
+        engine.update_weights(params, 10)
+        assert stopped and vllm_group(server) == group
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
 
 
@@ -500,18 +441,6 @@ def test_a_run_that_ends_in_its_requests_ends_soon_and_frees_its_server(server, 
     assert not thread.is_alive()
     assert time.monotonic() - began < 20
     assert ask(server, "get", "/weight_info").json()["weight_version"] == "default"
-
-
-def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, params, prompts, tmp_path):
-    with connected(server, tmp_path=tmp_path) as engine:
-        engine.update_weights(params, 4)
-        ask(server, "post", "/update_weight_version", json={"new_version": "default"})
-        rollouts = sample(engine, prompts)
-        assert (rollouts.versions == 4).all()
-        ask(server, "post", "/update_weight_version", json={"new_version": "jaxrl_llm:another:4"})
-        with pytest.raises(UserError, match="jaxrl_llm:another:4"):
-            sample(engine, prompts)
-        ask(server, "post", "/update_weight_version", json={"new_version": "default"})
 
 
 def segments() -> set[str]:

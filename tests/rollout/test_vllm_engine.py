@@ -43,6 +43,9 @@ CONFIG = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_co
                            "dtype": "torch.float32"}, "weight_transfer_config": {"backend": "pull"}}  # fmt: skip
 
 
+open_client = address.client
+
+
 class Server:
     """Answers as vLLM does, while it is up. Its completions have `length` tokens."""
 
@@ -52,12 +55,15 @@ class Server:
         self.asked: Counter[str] = Counter()
         self.faults: dict[str, int] = {}  # by path: the status of its next answer, 0 for a connection that breaks
         self.spoiled: dict[str, Callable[[Any], Any]] = {}  # by path: what its next answer becomes
+        self.before: dict[str, Callable[[], Any]] = {}  # by path: what happens before each answer
+        self.settings, self.works = CONFIG, False
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if not self.up:
             raise httpx.ConnectError("[Errno 111] Connection refused")
         path, body = request.url.path, json.loads(request.content or b"null")
         self.asked[path] += 1
+        self.before.get(path, bool)()
         if path == GENERATE:
             self.parameters = body["sampling_params"]
         if path in self.faults:
@@ -70,7 +76,8 @@ class Server:
         answers = {
             "/weight_info": lambda: {"weight_version": self.version},
             "/collective_rpc": lambda: {"results": [self.config_json]},
-            "/server_info": lambda: {"vllm_config": CONFIG},
+            "/server_info": lambda: {"vllm_config": self.settings},
+            "/metrics": lambda: f'vllm:generation_tokens_total{{engine="0"}} {self.asked[path] * self.works}.0\n',
             GENERATE: lambda: {"choices": self.choices(body["sampling_params"]["n"])},
         }
         answer = answers[path]() if path in answers else ""
@@ -94,32 +101,23 @@ def params():
 
 @contextmanager
 def connected(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *servers: Callable,
-    length: int = 4,
-    patience: float = 30.0,
-    concurrency: int = 2,
-    model: Any = None,
-    managed: Any = None,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: Any, length: int = 4, model: Any = MODEL, **changes: Any
 ) -> Iterator[VllmEngine]:
-    named = {f"http://server{i}": server for i, server in enumerate(servers)}
+    """An engine with servers, each of which is a function of requests or the address of one that is `listening`."""
+    named = {server if isinstance(server, str) else f"http://server{i}": server for i, server in enumerate(servers)}
 
-    def client(server: str, *_: Any, **options: Any) -> httpx.Client:
+    def client(server: str, *patience: Any, **options: Any) -> httpx.Client:
+        if isinstance(named[server], str):
+            return open_client(server, *patience, **options)
         return httpx.Client(base_url=server, transport=httpx.MockTransport(named[server]), **options)
 
     monkeypatch.setattr(address, "client", client)
-    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 0.3)
+    monkeypatch.setattr(connection, "SHORT_TIMEOUT", changes.pop("short_timeout", 0.3))
     monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
-    made = VllmEngine(
-        tuple(named), EngineInputs(model or MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
-        weights_dir=str(folder), push_address="", concurrency=concurrency, timeout=5.0, patience=patience,
-        managed=managed,
-    )  # fmt: skip
-    try:
+    usual = dict(weights_dir=str(folder), push_address="", concurrency=2, timeout=5.0, patience=30.0)
+    inputs = EngineInputs(model, None, FOLDER, folder, 4, length, (1,), 0)
+    with closing(VllmEngine(tuple(named), inputs, run="test", **usual | changes)) as made:
         yield made
-    finally:
-        made.close()
 
 
 def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2, **options: Any):
@@ -161,16 +159,21 @@ def test_a_server_that_misses_a_push_samples_nothing_until_it_has_the_weights(
     wording("\n".join(notes))
 
 
-@pytest.mark.parametrize("status", [0, 500])
-def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(params, tmp_path, monkeypatch, status):
+@pytest.mark.parametrize("statuses", [(0, 0), (500, 500), (0, 408), (0, 429)], ids=str)
+def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(params, tmp_path, monkeypatch, statuses):
     server = Server(4)
     with connected(tmp_path, monkeypatch, server) as engine:
-        server.faults["/update_weights"] = status
+        server.faults["/update_weights"], server.faults[GENERATE] = statuses
         engine.update_weights(params, 1)
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 2
-        server.faults[GENERATE] = status
         assert (sample(engine).versions == 1).all()
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
+        server.version = "default"  # somebody took its weights away
+        assert (sample(engine).versions == 1).all()
+        assert server.asked["/update_weights"] == 4
+        server.version = "jaxrl_llm:another:1"
+        with pytest.raises(UserError, match=server.version):
+            sample(engine)
 
 
 def test_a_refusal_is_told_where_the_connection_breaks_after_it(params, tmp_path, monkeypatch):
@@ -255,19 +258,16 @@ def test_a_broken_answer_is_asked_for_again(params, tmp_path, monkeypatch, spoil
     [
         ("norm_eps = 1e-05", {"rms_norm_eps": 1e-5}),
         ("rope", {"rope_theta": 12_000.0}),
-        ("rope", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-        ("activation = gelu", {"hidden_act": "gelu_pytorch_tanh"}),
-        ("head_dim = 16", {"head_dim": 16}),
-        ("window = 8", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
-        ("layers = 3", {"num_hidden_layers": 3}),
-        ("tied_head", {"tie_word_embeddings": False}),
         ("family = llama", {"model_type": "llama"}),
         ("rope", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),  # the trainer has none of the kind
+        ("accepts 7 tokens, .* 4 .* 4", {"max_model_len": 7}),  # settings of the server
+        ("torch.bfloat16", {"dtype": "torch.bfloat16"}),
     ],
 )
-def test_a_server_of_another_model_is_refused_before_a_push(params, tmp_path, monkeypatch, field, change):
-    server = Server(4)
-    server.config_json |= change
+def test_a_server_of_another_model_or_setting_is_refused_before_a_push(params, tmp_path, monkeypatch, field, change):
+    server, is_setting = Server(4), change.keys() <= CONFIG["model_config"].keys()
+    server.config_json |= {} if is_setting else change
+    server.settings = CONFIG | {"model_config": CONFIG["model_config"] | (change if is_setting else {})}
     with connected(tmp_path, monkeypatch, server) as engine, pytest.raises(UserError, match=f"http://server0.*{field}"):
         engine.update_weights(params, 1)
     assert not server.asked["/update_weights"]
@@ -287,72 +287,47 @@ def test_a_server_of_the_runs_model_is_accepted_in_every_family(params, tmp_path
         engine._servers[0].check()
 
 
-def test_a_server_without_tls_at_an_address_with_it_is_refused_at_once(params, tmp_path, monkeypatch):
-    def answer(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)")
-
-    refused = pytest.raises(UserError, match=r"config\.engine\.servers")
-    with connected(tmp_path, monkeypatch, answer) as engine, refused:
-        engine.update_weights(params, 1)
-
-
-@pytest.mark.parametrize("status", [408, 429])
-def test_a_server_that_is_too_busy_is_asked_again(params, tmp_path, monkeypatch, status):
-    server = Server(4)
-    with connected(tmp_path, monkeypatch, server) as engine:
-        engine.update_weights(params, 1)
-        server.faults[GENERATE] = status
-        assert (sample(engine, prompts=1).versions == 1).all()
-
-
-@pytest.mark.parametrize("page", ["<html></html>", "{}", "null", '{"weight_version": null}'])
-def test_another_program_at_the_address_of_a_server_ends_in_one_line(params, tmp_path, monkeypatch, page):
+@pytest.mark.parametrize("page", ["", "<html></html>", "{}", "null", '{"weight_version": null}'])
+def test_an_address_of_another_program_or_without_tls_ends_in_one_line(params, tmp_path, monkeypatch, page):
     def program(request: httpx.Request) -> httpx.Response:
+        if not page:
+            raise httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)")
         return httpx.Response(200, content=page)
 
-    refused = pytest.raises(UserError, match=r"http://server0.* /weight_info ")
-    with connected(tmp_path, monkeypatch, program, patience=0.1) as engine, refused:
+    refused = pytest.raises(UserError, match=r"http://server0.* /weight_info " if page else r"config\.engine\.servers")
+    patience = 0.1 if page else 30.0  # without TLS it is refused at once
+    with connected(tmp_path, monkeypatch, program, patience=patience) as engine, refused:
         engine.update_weights(params, 1)
+
+
+def ends(tokens: list[int], reason: str) -> dict[str, Any]:
+    return dict(token_ids=tokens, logprobs=scored(*[-1.0] * len(tokens)), finish_reason=reason)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logprobs": scored(-1.0, -1.0, -1.0, x)} for x in (float("nan"), None, -9999.0, float("-inf"), 5.0)
-    ] + [{"token_ids": [2, 2, 2, x]} for x in (-1, 18, 999_999)],
-)  # fmt: skip
-def test_tokens_that_no_distribution_has_end_the_run(params, tmp_path, monkeypatch, fields):
+        *({"logprobs": scored(-1.0, -1.0, -1.0, x)} for x in (float("nan"), None, -9999.0, float("-inf"), 5.0)),
+        *({"token_ids": [2, 2, 2, x]} for x in (-1, 18)),
+        ends([2, 3, 7], "stop"),  # the end token of the server's tokenizer
+        ends([2, 1, 3], "length"),  # a stop token did not end it
+        ends([2, 3], "length"),  # of four
+        ends([2, 3, 4, 5], "stop"),
+    ],
+)
+def test_tokens_and_ends_that_the_trainer_does_not_have_end_the_run(params, tmp_path, monkeypatch, fields):
     server = Server(4)
     with connected(tmp_path, monkeypatch, server) as engine:
         engine.update_weights(params, 1)
-        server.spoiled[GENERATE] = member(**fields)
-        with pytest.raises(UserError, match="http://server0") as error:
-            sample(engine, prompts=1)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "reason", "right"),
-    [
-        ([2, 3, 1], "stop", True),
-        ([2, 3, 7], "stop", False),  # the end token of the server's tokenizer
-        ([2, 1, 3], "length", False),  # a stop token did not end it
-        ([2, 3], "length", False),  # of four
-        ([2, 3, 4, 5], "stop", False),
-    ],
-)
-def test_a_completion_ends_with_a_stop_token_of_the_trainer_or_at_its_limit(
-    params, tmp_path, monkeypatch, tokens, reason, right
-):
-    server, wanted = Server(4), pytest.raises(UserError, match=f"token {tokens[-1]}")
-    with connected(tmp_path, monkeypatch, server) as engine, nullcontext() if right else wanted:
-        engine.update_weights(params, 1)
-        server.spoiled[GENERATE] = member(
-            token_ids=tokens, logprobs=scored(*[-1.0] * len(tokens)), finish_reason=reason
-        )
+        server.spoiled[GENERATE] = member(**ends([2, 3, 1], "stop"))
         rollouts = sample(engine, prompts=1)
         assert rollouts.completions[0, 1].tolist() == [2, 3, 1, 0] and not rollouts.truncated[0, 1]
-    assert server.parameters["ignore_eos"] and server.parameters["stop_token_ids"] == [1]
+        assert server.parameters["ignore_eos"] and server.parameters["stop_token_ids"] == [1]
+        server.spoiled[GENERATE] = member(**fields)
+        words = f"http://server0.* token {fields['token_ids'][-1]}" if "finish_reason" in fields else "http://server0"
+        with pytest.raises(UserError, match=words) as error:
+            sample(engine, prompts=1)
+    assert "\n" not in str(error.value)
 
 
 class Ends:
@@ -388,26 +363,20 @@ def pull(source: dict[str, str]) -> None:
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[str]:
-    """Serves over TCP, where reads have time-outs. A server that `works` counts tokens for each look at its metrics."""
+def listening(answer: Callable[[httpx.Request], httpx.Response]) -> Iterator[str]:
+    """Serves over TCP, where reads have time-outs."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            answer = server(httpx.Request(self.command, f"http://server{self.path}", content=content))
-            if self.path == GENERATE and server.asked[GENERATE] == 1:
-                time.sleep(3)
-            if self.path == "/update_weights" and hasattr(server, "pulls"):
-                server.pulls()
-            text = answer.content
-            if self.path == "/metrics":
-                tokens = server.asked["/metrics"] * server.works
-                text = f'vllm:generation_tokens_total{{engine="0"}} {tokens}.0\n'.encode()
+            url = f"http://server{self.path}"
+            response = answer(httpx.Request(self.command, url, headers=dict(self.headers), content=content))
             with suppress(BrokenPipeError):
-                self.send_response(answer.status_code)
-                self.send_header("Content-Length", str(len(text)))
+                self.send_response(response.status_code)
+                for name, value in response.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(text)
+                self.wfile.write(response.content)
 
         do_GET = do_POST
 
@@ -422,22 +391,21 @@ def listening(server: Server) -> Iterator[str]:
             http.shutdown()  # its thread would keep a failed test from ending
 
 
+IMPATIENT = dict(push_address="127.0.0.1", timeout=0.3, patience=0.2, short_timeout=0.5)
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_a_push_may_last_for_longer_than_a_time_out_while_bytes_are_sent(params, tmp_path, monkeypatch, works):
-    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 0.5)
-    monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
     monkeypatch.setattr(weights, "BLOCK", 2**16)
     whole, server = weights.WeightServer.send, Server(4)
-    server.works = False
 
     def slowly(self: Any, vllm: str, source: Any, sink: Any) -> None:
         whole(self, vllm, SimpleNamespace(read=lambda size: time.sleep(0.04) or source.read(size)), sink)
 
     monkeypatch.setattr(weights.WeightServer, "send", slowly)
-    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
-    settings = dict(run="test", weights_dir=str(tmp_path), push_address="127.0.0.1", concurrency=2, patience=0.2)
-    with listening(server) as url, closing(VllmEngine((url,), inputs, timeout=0.3, **settings)) as client:
-        server.pulls = partial(pull, client._weight_file.source(url)) if works else partial(time.sleep, 1)
+    with listening(server) as url, connected(tmp_path, monkeypatch, url, **IMPATIENT) as client:
+        pulls = partial(pull, client._weight_file.source(url)) if works else partial(time.sleep, 1)
+        server.before["/update_weights"] = pulls
         with nullcontext() if works else pytest.raises(UserError, match="/update_weights"):
             client.update_weights(params, 1)
         assert server.version.endswith(":1") == works
@@ -462,11 +430,8 @@ def test_each_process_starts_a_server_with_a_log_and_weights_of_its_own(tmp_path
 
 
 def test_a_silent_server_is_lost_while_another_one_receives_bytes(params, tmp_path, monkeypatch):
-    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 0.5)
-    monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
     monkeypatch.setattr(weights, "BLOCK", 2**13)
     whole, silent, slow, was_lost, test_ends = weights.WeightServer.send, Server(4), Server(4), [], Event()
-    silent.works = slow.works = False
 
     def send(self: Any, vllm: str, source: Any, sink: Any) -> None:
         """Takes eight seconds, or ends soon after the silent server is lost."""
@@ -475,14 +440,13 @@ def test_a_silent_server_is_lost_while_another_one_receives_bytes(params, tmp_pa
         was_lost.append(is_lost())
 
     monkeypatch.setattr(weights.WeightServer, "send", send)
-    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
-    settings = dict(run="test", weights_dir=str(tmp_path), push_address="127.0.0.1", concurrency=2, patience=0.2)
     with (
         listening(silent) as silent_url,
         listening(slow) as slow_url,
-        closing(VllmEngine((silent_url, slow_url), inputs, timeout=0.3, **settings)) as made,
+        connected(tmp_path, monkeypatch, silent_url, slow_url, **IMPATIENT) as made,
     ):
-        silent.pulls, slow.pulls = test_ends.wait, partial(pull, made._weight_file.source(slow_url))
+        silent.before["/update_weights"] = test_ends.wait
+        slow.before["/update_weights"] = partial(pull, made._weight_file.source(slow_url))
         made.update_weights(params, 1)
         assert was_lost == [True]
         assert slow.version.endswith(":1") and silent.version == "default"
@@ -509,18 +473,28 @@ def test_a_managed_server_may_start_for_as_long_as_its_log_grows(params, tmp_pat
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_time_out_drops_a_request_only_if_no_token_comes(params, tmp_path, monkeypatch, capsys, works):
-    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 1.0)
-    monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
     server = Server(4)
     server.works = works
-    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
-    settings = dict(run="test", weights_dir=str(tmp_path), push_address="", concurrency=2, patience=30.0)
-    with listening(server) as url, closing(VllmEngine((url,), inputs, timeout=0.4, **settings)) as made:
+    server.before[GENERATE] = lambda: server.asked[GENERATE] == 1 and time.sleep(3)
+    limits = dict(timeout=0.4, short_timeout=1.0)
+    with listening(server) as url, connected(tmp_path, monkeypatch, url, **limits) as made:
         made.update_weights(params, 1)
         rollouts = sample(made, prompts=1)
     assert rollouts.completion_mask.all()
     assert server.asked[GENERATE] == (1 if works else 2)
     assert capsys.readouterr().out.count("0.4 s") == works
+
+
+def test_a_server_that_makes_other_tokens_of_an_image_is_refused(params, tmp_path, monkeypatch):
+    server, expanded = Server(4), [2, 3]
+    request = {"content_parts": [{}], "sampling_params": {"n": 1, "max_tokens": 4, "stop_token_ids": [1]}}
+    with connected(tmp_path, monkeypatch, server) as engine:
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = lambda answer: answer | {"prompt_token_ids": expanded}
+        assert len(engine._request_group(0, request, expanded)) == 1
+        server.spoiled[GENERATE] = lambda answer: answer | {"prompt_token_ids": [2, 3, 3]}
+        with pytest.raises(UserError, match="--mm-processor-kwargs"):
+            engine._request_group(0, request, expanded)
 
 
 def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):
@@ -585,24 +559,14 @@ def test_a_server_opens_no_other_address_than_http_and_follows_no_redirect(tmp_p
             address.open_weights(url, "token", 1.0)
     asked = []
 
-    class Redirects(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append((self.path, self.headers["Authorization"]))
-            self.send_response(302 if self.path == "/weights" else 200)
-            self.send_header("Location", "/elsewhere")
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"ok")
+    def redirect(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.path, request.headers["Authorization"]))
+        is_moved = request.url.path == "/weights"
+        return httpx.Response(302 if is_moved else 200, headers={"Location": "/elsewhere"}, content=b"ok")
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
-        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with listening(redirect) as url:
         with pytest.raises(HTTPError):
             address.open_weights(f"{url}/weights", "token", 5.0)
         with address.open_weights(f"{url}/other", "token", 5.0) as answer:
             assert answer.read() == b"ok"
-        server.shutdown()
     assert asked == [("/weights", "Bearer token"), ("/other", "Bearer token")]

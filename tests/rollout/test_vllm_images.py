@@ -16,7 +16,6 @@ from test_vllm import PYTHON, connected, gap, serving
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.image_format import read_format
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.rollout.vllm.images import server_arguments
@@ -109,22 +108,3 @@ def test_images_are_sampled_as_scored_also_after_a_push_of_the_tower(family, tmp
         # The features of the tower before the push are not in use.
         moved = np.abs(first.logprobs[:, :, 0] - second.logprobs[:, :, 0]).max(axis=1)
         assert moved[0] < 1e-4 and (moved[1:] > 1e-3).all()
-
-
-def test_a_server_that_makes_other_tokens_of_an_image_is_refused(tmp_path, monkeypatch):
-    folder = model_folder(tmp_path / "model")
-    tokenizer = hf.load_tokenizer(folder)
-    form = read_format(folder, min_pixels=0, max_pixels=28 * 28 * 16)
-    assert form
-    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
-    model = hf.load_model(folder, mesh)
-    dataset = read([{"problem": "<image>?", "images": [pillow(140, 140)]}], tokenizer, form, monkeypatch)
-    prompts = data.make_prompts(dataset, [0], tokenizer.pad_token_id)
-    wrong = server_arguments(ImageLimits(1, 28 * 28, 28 * 28 * 4))
-    with (
-        serving(tmp_path / "vllm.log", *wrong, folder=folder, most=256) as live,
-        connected(live, tmp_path=tmp_path, model=model.cfg, max_prompt_tokens=dataset.width) as engine,
-    ):
-        engine.update_weights(hf.load_params(folder, model, mesh), 1)
-        with pytest.raises(UserError, match="--mm-processor-kwargs"):
-            engine.sample(prompts, jax.random.key(0), group_size=1, sampling=Sampling())
