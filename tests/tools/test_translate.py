@@ -725,10 +725,12 @@ MEANINGS = [
     # bf16 is on by default, and then float32 is the dtype of parameters
     *(("trl_grpo", dict(dtype="float32") | bf16, {"dtype": "mapped"}, {"model.dtype": dtype})
       for bf16, dtype in (({}, "bfloat16"), ({"bf16": False}, "float32"))),
-    # the penalty for long completions has no weight here
-    *(("trl_grpo", dict(reward_funcs=["accuracy", "get_soft_overlong_punishment"], reward_weights=[1.0, weight]),
-       {"reward_funcs": kind}, {"reward.overlong_tokens": 256})
-      for weight, kind in ((1.0, "changed"), (0.5, "unsupported"))),
+    # the penalty for long completions has no weight here, and ends at the limit, and not always at 1280
+    *(("trl_grpo", dict(reward_funcs=["accuracy", "get_soft_overlong_punishment"], reward_weights=[1.0, weight],
+                        max_completion_length=limit), {"reward_funcs": kind}, {"reward.overlong_tokens": 256})
+      for weight, limit, kind in ((1.0, 1280, "changed"), (0.5, 1280, "unsupported"), (1.0, 1536, "unsupported"))),
+    # TRL 0.26 and 0.27 accept a limit of prompts, and do not read it
+    ("trl_grpo", dict(max_prompt_length=99), {"max_prompt_length": "changed"}, {"data.max_prompt_tokens": 99}),
     ("trl_ppo", dict(reward_model_path=None), {"reward_model_path": "unsupported"}, {}),
     # gspo of veRL always takes the mean of completions
     *(("verl", VERL_GRPO | {MODE: "gspo", f"{ACTOR}loss_agg_mode": mode}, {f"{ACTOR}loss_agg_mode": "mapped"},
@@ -738,12 +740,12 @@ MEANINGS = [
                           f"{ACTOR}loss_scale_factor": 99}, {f"{ACTOR}loss_scale_factor": "no effect"},
      {"aggregate.constant_length": 0}),
     # what the critic has of its own
-    ("verl", VERL_PPO | {"critic.ppo_epochs": 4}, {"critic.ppo_epochs": "changed"}, {"epochs": 1}),
-    ("verl", VERL_PPO | {"critic.ppo_mini_batch_size": 64}, {"critic.ppo_mini_batch_size": "changed"}, {}),
-    ("verl", VERL_PPO | {"critic.loss_agg_mode": "seq-mean-token-mean"}, {"critic.loss_agg_mode": "changed"}, {}),
+    ("verl", VERL_PPO | {"critic.ppo_epochs": 4}, {"critic.ppo_epochs": "unsupported"}, {"epochs": 1}),
+    ("verl", VERL_PPO | {"critic.ppo_mini_batch_size": 64}, {"critic.ppo_mini_batch_size": "unsupported"}, {}),
+    ("verl", VERL_PPO | {"critic.loss_agg_mode": "seq-mean-token-mean"}, {"critic.loss_agg_mode": "unsupported"}, {}),
     ("easyr1", VERL_PPO | {"worker.critic.ppo_epochs": 2, "worker.critic.global_batch_size": 64},
-     {"worker.critic.ppo_epochs": "changed", "worker.critic.global_batch_size": "changed"}, {}),
-    ("search_r1", SEARCHES | VERL_PPO | {"critic.ppo_epochs": 3}, {"critic.ppo_epochs": "changed"}, {}),
+     {"worker.critic.ppo_epochs": "unsupported", "worker.critic.global_batch_size": "unsupported"}, {}),
+    ("search_r1", SEARCHES | VERL_PPO | {"critic.ppo_epochs": 3}, {"critic.ppo_epochs": "unsupported"}, {}),
     *((system, dict(weight_decay=0.1), {"weight_decay": "changed"}, {"optim.weight_decay": 0.1})
       for system in ("trl_grpo", "trl_ppo")),
     *(("trl_grpo", dict(loss_type=loss, mask_truncated_completions=True), {"mask_truncated_completions": "changed"},

@@ -274,6 +274,8 @@ class Family:
             return Outcome("changed", fields, SENTENCES["SUM_OF_MICRO_BATCH"])
         if mode == "token_mean" and keys.defaults.get("(token_mean)") == "micro-batch":
             return Outcome("changed", fields, SENTENCES["MICRO_BATCH_TOKENS"])
+        if mode == "sequence_mean" and "(sequence_mean)" in keys.defaults:
+            return Outcome("changed", fields, SENTENCES["SEQUENCES_BY_TOKENS"])
         return Outcome("mapped", fields)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
@@ -281,8 +283,7 @@ class Family:
         policy = f"{self.policy}{row.name}"
         if value is None or value == keys[policy]:
             return Outcome("no effect", reason=f"the critic has the value of {policy} in both trainers")
-        reason = f"{value} for the critic; in jaxrl_llm the critic has the value of {policy}: {keys[policy]}"
-        return Outcome("changed", {}, reason)
+        return unsupported(row.key, f"in jaxrl_llm the critic has the value of {policy}: {keys[policy]}")
 
 
 def divisors(number: int) -> list[int]:

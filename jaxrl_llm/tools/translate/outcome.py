@@ -284,7 +284,10 @@ def with_defaults_of(
         # Defaults count for keys that the file does not set.
         own = {name: x for name, x in edition.defaults.items() if name not in current and x != table.defaults.get(name)}
         known = {name: x for name, x in edition.defaults.items() if not isinstance(x, Unread)}
-        listed = ", ".join(f"{name} = {known[name]}" for name in own if name in known) or "none that matters"
+        listed = (
+            ", ".join(f"{name} = {known[name]}" for name in own if name in known and name[0] != "(")
+            or "none that matters"
+        )
         if known and isinstance(values.get(key), Unread):
             # The script has the key under a condition, as in `if args.fast: import unsloth`.
             sign = f"{key} shows {edition.name}, if {values[key]}"

@@ -99,8 +99,14 @@ def _read(path: Path, text: str) -> ForeignConfig:
         lost=tuple(keys.lost),
         notes=tuple(keys.notes),
         referred=frozenset(keys.referred),
-        pinned=pinned_version(table, f"{text}\n{keys.program_text}"),
+        pinned=pinned_version(table, "\n".join([text, keys.program_text, *requirements(path, text)])),
     )
+
+
+def requirements(path: Path, text: str) -> list[str]:
+    """Returns the texts of the files that a script installs with `pip install -r FILE`, and that are beside it."""
+    files = [path.parent / name for name in re.findall(r"\bpip install .*?-r[ =]?(\S+)", text)]
+    return [file.read_text(encoding="utf-8") for file in files if file.is_file()]
 
 
 def pinned_version(table: TrainerTable, text: str) -> str:

@@ -439,6 +439,8 @@ class ScriptRun(Interpreter):
 
     def call_get_soft_overlong_punishment(self, parent: str, node: ast.Call) -> Any:
         """Interprets TRL's penalty for long completions: a reward function named with its length."""
-        cache = self.arguments(node, ("max_completion_len", "soft_punish_cache")).get("soft_punish_cache")
-        name = f"trl.rewards.get_soft_overlong_punishment({cache})"
-        return ScriptObject("function", name) if isinstance(cache, int) else cache
+        given = self.arguments(node, ("max_completion_len", "soft_punish_cache"))
+        end, tokens = given.get("max_completion_len"), given.get("soft_punish_cache")
+        if isinstance(end, int) and isinstance(tokens, int):
+            return ScriptObject("function", f"trl.rewards.get_soft_overlong_punishment({end}, {tokens})")
+        return Unread(snippet(node))

@@ -48,12 +48,16 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     fields, tasks = conversions.rewards(names, weights_of_names) if names else (NO_FUNCTIONS, {})
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
     if soft:
-        # The penalty of TRL's command line has 256 tokens.
-        tokens = re.search(r"\((\d+)\)", soft[0])
-        fields = fields | {"reward.overlong_tokens": int(tokens[1]) if tokens else 256}
+        # In TRL's command line, the penalty rises from 1,024 to 1,280 tokens, whatever the limit of a completion is.
+        end, tokens = map(int, re.findall(r"\d+", soft[0])) if "(" in soft[0] else (1280, 256)
+        fields = fields | {"reward.overlong_tokens": tokens}
+        # A limit that cannot be read makes no other field unknown, so `keys` need not record the request.
+        limit = keys.values.get("max_completion_length", keys.defaults["max_completion_length"])
         reasons.append("get_soft_overlong_punishment is reward.overlong_tokens, before rollout.max_completion_tokens")
         reasons.append(SENTENCES["OVERLONG"].format("TRL"))
-        if weight_of.get(soft[0], 1.0) != 1:
+        if limit != end:
+            unknown["reward.overlong_tokens"] = f"TRL's penalty ends at {end} tokens, and jaxrl_llm's at {limit}"
+        elif weight_of.get(soft[0], 1.0) != 1:
             unknown["reward.overlong_tokens"] = f"the penalty has weight 1, and {weight_of[soft[0]]:g} in TRL"
     if models:
         model = conversions.reward_model(models[0], SAME_TEXT)
@@ -141,6 +145,14 @@ def prompt_limit(value: Any, keys: Keys) -> Outcome:
     trl_limit = "TRL has no limit" if value is None else "TRL cuts a longer prompt"
     limit = 2048 if value is None else int(value)
     return Outcome("changed", {"data.max_prompt_tokens": limit}, f"{trl_limit}; jaxrl_llm drops a longer prompt")
+
+
+def read_prompt_limit(value: Any, keys: Keys) -> Outcome:
+    """Translates `max_prompt_length` of GRPO and RLOO, which the last releases that accept it do not read."""
+    outcome = prompt_limit(value, keys)
+    if value is None or keys.defaults["max_prompt_length"] is not None:
+        return outcome
+    return replace(outcome, reason="TRL no longer reads it, and cuts no prompt; jaxrl_llm drops a longer prompt")
 
 
 def pair_limits(value: Any, keys: Keys) -> Outcome:
