@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -155,16 +154,10 @@ def test_two_processes_with_own_devices_to_sample_have_the_numbers_of_one(tmp_pa
 
 
 @pytest.mark.slow
-def test_another_mesh_goes_on_after_a_kill_of_one_process_and_a_signal(tmp_path):
-    config, fields = (
-        ROOT / "configs" / "grpo.py",
-        (*TINY, *CONFIGS["grpo"], *NO_EVALUATION, "num_steps=4", "schedule_steps=4", IN_PROCESS),
-    )
-    killed = Processes(2, config, tmp_path / "run", *fields)
-    killed.wait_for("step 1/4")
-    killed.each[1].kill()
-    assert all(code != 0 for code in killed.end(60)), killed.said()
-    two = Processes(2, config, tmp_path / "run", *fields, "checkpoint.every=100", "mesh.tensor=2")
+def test_another_mesh_resumes_what_a_signal_to_one_process_stopped(tmp_path):
+    fields = (*TINY, *CONFIGS["grpo"], *NO_EVALUATION, "num_steps=4", "schedule_steps=4", IN_PROCESS)
+    fields += ("checkpoint.every=100", "mesh.tensor=2")
+    two = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *fields)
     two.wait_for("step 2/4")
     two.each[1].send_signal(signal.SIGTERM)
     assert two.end(60) == [0] * 2, two.said()
@@ -191,51 +184,18 @@ def test_two_processes_continue_the_groups_in_flight_of_each_after_a_kill(tmp_pa
     assert {record["rollout/age_max"] for record in records(at / "whole")} == {0, 1}
 
 
-KILLS = int(os.environ.get("KILLS", "1"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("KILLS" not in os.environ, reason="takes minutes for each kill: KILLS=20 pytest ...")
-def test_all_end_and_resume_after_a_kill_of_one_of_four_at_a_random_moment(tmp_path):
-    config = ROOT / "configs" / "grpo.py"
-    fields = (*TINY, *CONFIGS["grpo"], "num_steps=6", "schedule_steps=6", "eval.every=2")
-    whole = Processes(4, config, tmp_path / "whole", *fields)
-    assert whole.end() == [0] * 4, whole.said()
-    draw, kills, went_on = random.Random(0), 0, 0
-    while kills < KILLS:
-        workdir = tmp_path / f"run{went_on}"
-        processes = Processes(4, config, workdir, *fields)
-        processes.wait_for("compiled code")  # before all have joined, JAX waits 300 s for one that is lacking
-        time.sleep(draw.uniform(0, 25))
-        running, began = all(process.poll() is None for process in processes.each), time.monotonic()
-        killed = draw.randrange(4)
-        processes.each[killed].kill()
-        codes = processes.end(60)
-        print(f"killed {killed}, {codes}, {time.monotonic() - began:.0f} s")
-        kills += running
-        if (workdir / "hf").is_dir() or kills == KILLS:
-            again = Processes(4, config, workdir, *fields)
-            assert again.end() == [0] * 4, again.said()
-            assert records(workdir) == records(tmp_path / "whole")
-            one, two = (load_file(at / "hf" / "model.safetensors") for at in (workdir, tmp_path / "whole"))
-            assert all(np.array_equal(one[name], two[name]) for name in two)
-            went_on += 1
-
-
 OWN_REWARD = """
 import os, time
 def reward(prompts, completions, step=[0], **columns):
     step[0] += 1
     if os.environ.get("HANGS") and step[0] == 4:
         time.sleep(10**9)
-    if os.environ.get("FAILS"):
-        raise ValueError("own error")
     return [float(len(x[0]["content"]) % 3) for x in completions]
 """
 
 
 @pytest.mark.slow
-def test_a_process_that_sleeps_for_ever_or_fails_ends_all_and_no_step_is_lost(tmp_path):
+def test_a_process_that_sleeps_for_ever_ends_all_and_no_step_is_lost(tmp_path):
     """The heartbeats of one that sleeps go on: without the watchdog the others wait for ever."""
     (tmp_path / "own.py").write_text(OWN_REWARD)
     (tmp_path / "config.py").write_text((ROOT / "configs" / "grpo.py").read_text())
@@ -245,12 +205,6 @@ def test_a_process_that_sleeps_for_ever_or_fails_ends_all_and_no_step_is_lost(tm
     assert processes.end(200) == [75, 75], processes.said()
     said = [output.read_text() for output in processes.outputs]
     assert "in reward" in said[1] and all("minutes, while a step takes" in text for text in said), processes.said()
-    assert records(tmp_path / "run")[-1]["step"] == 3
-    again = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"FAILS": "1"})
-    assert again.end(200) == [2, 2], again.said()
-    assert "after step 3 of 5, resumed" in again.outputs[0].read_text(), again.said()
-    assert "error: process 1 has ended (UserError: " in again.outputs[0].read_text()
-    assert "own error" in again.outputs[1].read_text()
     assert records(tmp_path / "run")[-1]["step"] == 3
 
 

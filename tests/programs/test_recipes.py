@@ -184,13 +184,6 @@ def test_the_rewards_of_the_recipes_by_hand():
     assert all(map(qwen2_5_3b_tinyzero.held_out_row, turned))  # the same numbers are on one side
 
 
-def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path, refused):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "How many?"}) + "\n")
-    with refused("row 1", "answer"):
-        train_recipe("qwen2_5_0_5b_gsm8k", qwen, tmp_path / "rows.jsonl", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("recipe", "other", "fields"),
     [
@@ -203,23 +196,6 @@ def test_a_recipe_differs_from_another_by_its_sizes_alone(recipe, other, fields)
     """So the run of one of them, which sets these fields anyway, is that of both."""
     one, two = (flatten(load(ROOT / "configs" / "recipes" / f"{name}.py")) for name in (recipe, other))
     assert {name for name in one | two if one.get(name) != two.get(name)} == fields
-
-
-@pytest.mark.slow
-def test_the_recipe_of_search_r1_with_a_critic_runs_end_to_end(qwen, tmp_path):
-    question = [{"role": "user", "content": "Answer in <answer>. Search by <search>. Where was Ann born?"}]
-    truth = {"reward_model": {"style": "rule", "ground_truth": {"target": ["Pell", "the town of Pell"]}}}
-    rows = [{"id": f"r{i}", "prompt": question, "data_source": "nq", "ability": "fact", **truth} for i in range(8)]
-    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Ann"\nAnn was born in Pell.'}) + "\n")
-    changes = {
-        "env.url": "", "env.corpus": str(tmp_path / "corpus.jsonl"), "rollout.max_completion_tokens": 96,
-        "turns.tokens": 16, "turns.observation_tokens": 64, "critic.optim.warmup_steps": 0, "group_size": 1,
-    }  # fmt: skip
-    name = "search_r1_qwen2_5_3b_ppo"
-    record = train_recipe(name, qwen, write_parquet(tmp_path, rows), tmp_path / "run", **changes)[-1]
-    assert record["sampler/gap_mean"] < 0.02
-    assert record["reward/search.exact_match"] == 0  # of random weights
-    assert "critic/explained_variance" in record
 
 
 TOWER = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 from test_episodes import config_with_turns
-from test_openenv import answer, openenv, own_server, stand_in
+from test_openenv import answer, stand_in
 from test_tools import TEMPLATE, call
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -90,11 +90,3 @@ def test_a_run_trains_with_an_openenv_server_that_fails_at_times(tmp_path):
     with stand_in(step) as url:
         sums = run(tmp_path, [call("add")], chats(), name="openenv.OpenEnv", url=url)
     assert sums["episode/reward"] > 0 and sums["episode/server_nonsense"] > 0 and sums["episode/unscored"] > 0
-
-
-@own_server
-@pytest.mark.needs("websockets")
-def test_a_run_trains_with_openenvs_own_server(tmp_path):
-    with openenv("mcp", sessions=32) as url:
-        sums = run(tmp_path, [call("add", text="a"), call("fail")], chats(), name="openenv.OpenEnv", url=url)
-    assert sums["episode/reward"] > 0

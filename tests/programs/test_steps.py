@@ -5,10 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,16 +18,15 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning
-from jaxrl_llm.machine import keys, meshes
+from jaxrl_llm.machine import keys
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session import log
 from jaxrl_llm.session.checkpoint import Checkpoints
-from jaxrl_llm.session.record import Timer
 from jaxrl_llm.session.saved_run import SavedRun
-from jaxrl_llm.structs import Prompts, Rewards, Rollouts
-from jaxrl_llm.train import rl_step, steps, train
+from jaxrl_llm.structs import Prompts, Rollouts
+from jaxrl_llm.train import steps, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,83 +69,6 @@ def test_the_steps_that_a_config_names_are_traced(tmp_path, capsys):
     assert '"step' in gzip.decompress(perfetto.read_bytes()).decode()
 
 
-@pytest.mark.slow
-def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    """By an exception of its body, by Ctrl-C during the updates, and with a caller that takes the last step alone."""
-    workdir, config = tmp_path / "run", tiny(**SHORT, **{"checkpoint.every": 9})
-    whole = list(steps(config, tmp_path / "whole"))
-    assert whole == written(tmp_path / "whole") and [r["step"] for r in whole] == [1, 2, 3, 4]
-    taken = []
-
-    def left(error: type[BaseException], step: int) -> None:
-        def body() -> None:
-            for record in steps(config, str(workdir)):
-                taken.append(record)
-                if record["step"] == 1:
-                    raise error
-
-        with pytest.raises(error):
-            body()
-        assert (workdir / "checkpoints" / str(step)).is_dir()
-
-    left(ValueError, 2)  # a record comes when the next step is done
-    finish_step = Learning.finish_step
-    with monkeypatch.context() as patch:
-        patch.setattr(Learning, "finish_step", lambda *given: signal.raise_signal(signal.SIGINT) or finish_step(*given))
-        left(KeyboardInterrupt, 3)  # it waited until the state was whole
-    assert numbers(taken) == numbers(whole)[:1]
-    with build(config, workdir) as (session, parts):
-        _, record = rl_step(session, parts, session.restore(), 4)
-        session.log.finish()
-        session.write(record)
-    assert numbers(written(workdir)) == numbers(whole)
-
-
-class Canned(Engine):
-    """Always the same completions."""
-
-    max_gap = None
-
-    def __init__(self, given: EngineInputs, token: int):
-        self._given, self._token = given, token
-
-    def sample(self, prompts: Prompts, key, *, group_size, sampling, environments=None, **_) -> Rollouts:
-        shape = (len(prompts.tokens), group_size, self._given.max_completion_tokens)
-        tokens, mask = np.full(shape, self._token, np.int32), np.ones(shape, bool)
-        mask[:, 1::2, 2:] = False
-        return Rollouts(tokens, mask, mask, np.where(mask, -1.0, 0.0).astype(np.float32),
-                        np.zeros(shape[:2], bool), np.zeros(shape, np.int32))  # fmt: skip
-
-    def update_weights(self, params, version=0) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def canned(*, token: int) -> EngineChoice:
-    return EngineChoice(lambda given: Canned(given, token))
-
-
-def test_an_engine_of_ones_own_is_named_and_logs_are_on_disk_before_a_save(tmp_path, monkeypatch):
-    events, save = [], Checkpoints.save
-    monkeypatch.setattr(log.os, "fsync", lambda number: events.append(Path(f"/proc/self/fd/{number}").resolve().name))
-    monkeypatch.setattr(
-        Checkpoints, "save", lambda self, *given, **more: events.append("save") or save(self, *given, **more)
-    )
-    config = tiny(**SHORT | {"num_steps": 2, "checkpoint.every": 2, "log.completions_every": 1})
-    config.engine = ConfigDict(dict(name="test_steps.canned", token=5))
-    last = list(steps(config, tmp_path / "run"))[-1]
-    assert last["completion/length"] == 4.0
-    assert last["sampler/gap_max"] > 0.1  # it does not say what the policy would
-    assert np.isfinite(last["grad_norm"])
-    assert {"metrics.jsonl", "completions.jsonl"} <= set(events[: events.index("save")])
-    assert "code of test_steps.canned" in SavedRun(tmp_path / "run").input_hashes(2)
-
-
 OBSERVED = 2  # tokens that the environment appends
 
 
@@ -180,9 +100,19 @@ def certain(logprobs, batch, entropy, ref_logprobs, *, width: float):
     return pull - batch.advantages * logprobs, {"certain/pull": pull, "certain/share": 1.0 * (entropy < width)}
 
 
-def test_a_loss_of_ones_own_learns_from_no_observation_and_no_missing_verdict(tmp_path):
+def test_an_engine_and_a_loss_of_ones_own_train_and_logs_precede_a_save(tmp_path, monkeypatch):
     """The loss asks for columns by the names of its arguments, and the policy attends to the observations."""
+    events: list[str] = []
+
+    def note(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **more: events.append(name) or method(*given, **more))
+
+    for owner, name in ((Checkpoints, "save"), (Learning, "score"), (Samples, "rewards")):
+        note(owner, name)
+    monkeypatch.setattr(log.os, "fsync", lambda number: events.append(Path(f"/proc/self/fd/{number}").resolve().name))
     config = tiny(**SHORT | {"num_steps": 2, "log.completions_every": 1, "optim.warmup_steps": 0})
+    config.checkpoint.every = 2
     config.engine = ConfigDict(dict(name="test_steps.echo"))
     config.loss = ConfigDict(dict(name="test_steps.certain", width=0.5))
     config.reward.update(functions=("test_rewards.unsure", "arithmetic.thought"), weights=(1.0, 0.0))
@@ -196,6 +126,9 @@ def test_a_loss_of_ones_own_learns_from_no_observation_and_no_missing_verdict(tm
     line = json.loads((tmp_path / "run" / "completions.jsonl").read_text().splitlines()[0])
     odd = [len(text) % 2 == 1 for text in line["completions"]]
     assert [reward is None for reward in line["rewards"]] == odd
+    assert {"metrics.jsonl", "completions.jsonl"} <= set(events[: events.index("save")])
+    assert events.index("score") < events.index("rewards")  # the device works while the host waits for rewards
+    assert "code of test_steps.echo" in SavedRun(tmp_path / "run").input_hashes(2)
 
 
 @pytest.mark.slow
@@ -232,31 +165,6 @@ def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     (tmp_path / "run" / "lock").unlink()  # it went with the folder, and its owner, this process, has not ended
     assert [record["step"] for record in steps(tiny(**fields), tmp_path / "run")][-1] == 3
-
-
-def test_the_device_scores_before_the_step_waits_for_rewards():
-    mask, tokens = np.ones((2, 2, 1), bool), np.zeros((2, 2, 1), np.int32)
-    rollouts = Rollouts(tokens, mask, mask, tokens.astype(np.float32), mask[..., 0], tokens)
-    prompts = Prompts(tokens[:, 0], mask[:, 0], [{}, {}], np.arange(2))
-    begun = []
-
-    def graded() -> SimpleNamespace:
-        assert begun == ["scores"]
-        return SimpleNamespace(rewards=Rewards(np.zeros((2, 2), np.float32), {}))
-
-    learning = SimpleNamespace(
-        mesh=meshes.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
-        score=lambda *_: begun.append("scores"), assign_credit=lambda *_: begun.append("credit") or ({}, {}),
-    )  # fmt: skip
-    session = SimpleNamespace(
-        log=SimpleNamespace(timer=Timer, watch=lambda x: x), stop=SimpleNamespace(check=lambda: None)
-    )
-    unpacked = lambda lengths, _: np.zeros((*lengths.shape, 1), np.int32)[..., None]  # noqa: E731
-    sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
-    parts = SimpleNamespace(actor=sampled, packing=unpacked, learning=learning)
-    with pytest.raises(AttributeError, match="reclaim"):  # what follows is learning
-        rl_step(session, parts, SimpleNamespace(states={}), 1)
-    assert begun == ["scores", "credit"]
 
 
 def test_a_key_is_that_of_the_seed_with_the_numbers_folded_in():
