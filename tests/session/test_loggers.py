@@ -213,27 +213,24 @@ class Stuck:
         threading.Event().wait()
 
 
-@pytest.mark.parametrize("fails", [3, 10**9])
-def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, capsys, monkeypatch, fails):
+def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.01, 0.02))
     # A config names the class in the module of this name, which is another one than this.
     broken = importlib.import_module("test_loggers").Broken
-    broken.got, broken.fails = [], fails
+    broken.got, broken.fails = [], 3
     log = log_of(tmp_path, config_of("test_loggers.Broken"))
     log.start(0)
     for step in range(4):
         write(log, step, accuracy=0.5)
-    if fails == 3:
-        end = time.monotonic() + 10
-        while broken.got != [0, 1, 2, 3]:
-            assert time.monotonic() < end, broken.got
-            time.sleep(0.01)
+    end = time.monotonic() + 10
+    while broken.got != [0, 1, 2, 3]:
+        assert time.monotonic() < end, broken.got
+        time.sleep(0.01)
     log.close()
     said = capsys.readouterr().out
     assert said.count("Broken failed and is tried again: ConnectionError: the server is gone") == 1
-    assert said.count("Broken has not got 1 of its records") == (fails > 3)
     assert said.count("Broken works again") == 1
-    assert broken.got == ([0, 1, 2, 3, -1] if fails == 3 else [0, 2, 3, -1])
+    assert broken.got == [0, 1, 2, 3, -1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
