@@ -293,20 +293,6 @@ def test_what_it_cannot_look_at_is_an_error_in_a_line(tmp_path, monkeypatch, cap
         doctored(monkeypatch, capsys, "--run", tmp_path / "runs")
 
 
-def test_lines_of_a_run_that_cannot_be_read_are_left_out_and_counted(tmp_path, monkeypatch, capsys):
-    write_workdir(tmp_path, SICK)
-    found, _ = doctored(monkeypatch, capsys, "--run", tmp_path)
-    file = tmp_path / "metrics.jsonl"
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join([*lines[:2], "{]", "\0\0", *lines[2:], ""]))
-    monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        doctor.main()
-    out, err = capsys.readouterr()
-    assert ended.value.code == found and f"{len(lines)} records" in out
-    assert f"{file}: 2 lines" in err and len(err.splitlines()) == 1
-
-
 def test_the_only_jsonl_of_a_folder_is_its_log_and_several_are_named(tmp_path, monkeypatch, capsys, refused):
     json_lines("never_stops", tmp_path)
     assert told(tmp_path, monkeypatch, capsys)[0] == 1

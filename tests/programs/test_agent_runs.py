@@ -57,22 +57,6 @@ def test_a_run_with_agents_resumes_with_the_numbers_of_one_without_a_stop(tmp_pa
     assert replayed.differences == {} and not replayed.exact
 
 
-def thinking(endpoint: Any, row: dict[str, Any]) -> dict[str, float]:
-    """Two calls. Returns which answers begin with a thought."""
-    first = message(endpoint, row["prompt"])
-    second = message(endpoint, [*row["prompt"], first, MORE])
-    return {"first": first["content"][:1] == "<", "second": second["content"][:1] == "<"}
-
-
-def test_a_policy_learns_what_its_agent_rewards_in_both_calls(tmp_path, monkeypatch):
-    monkeypatch.setitem(USER_FUNCTIONS, "mine.thinking", thinking)
-    changes = {"env.agent": "mine.thinking", "optim.learning_rate": 1e-3, "reward.functions": ("agents.reward",)}
-    records = list(steps(agents(num_steps=20, **changes), tmp_path / "run"))
-    for call in ("first", "second"):
-        shares = [record[f"episode/reward_{call}"] for record in records]
-        assert np.mean(shares[-3:]) > np.mean(shares[:3]) + 0.3, shares
-
-
 def judging(endpoint: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Two calls, of which the second begins anew. Pays for each answer that begins with a thought."""
     answers = message(endpoint, row["prompt"]), message(endpoint, [*row["prompt"], MORE])

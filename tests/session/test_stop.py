@@ -90,24 +90,17 @@ def alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_signal_ends_the_run_in_the_middle_of_a_long_call(tmp_path):
-    process = start(tmp_path)
-    process.send_signal(signal.SIGHUP)
-    assert end(process) == (0, ["finish", "closed first", "closed last"], "")
-
-
-def test_a_signal_waits_while_the_state_changes(tmp_path):
-    process = start(tmp_path, "later")
-    process.send_signal(signal.SIGTERM)
-    assert end(process)[:2] == (0, ["state changed", "finish", "closed first", "closed last"])
-
-
-def test_after_an_error_while_the_state_changes_nothing_of_it_is_saved(tmp_path):
-    process = start(tmp_path, "later", "fails")
-    process.send_signal(signal.SIGTERM)
-    code, said, error = end(process)
-    assert (code, said) == (1, ["state changed", "closed first", "closed last"])
-    assert "own error" in error
+@pytest.mark.parametrize(("words", "number", "code", "said"), [
+    ((), signal.SIGHUP, 0, ["finish"]),  # in the middle of a long call
+    (("later",), signal.SIGTERM, 0, ["state changed", "finish"]),
+    (("later", "fails"), signal.SIGTERM, 1, ["state changed"]),  # nothing of a state that is half changed
+])  # fmt: skip
+def test_a_signal_ends_a_run_when_its_state_is_whole(tmp_path, words, number, code, said):
+    process = start(tmp_path, *words)
+    process.send_signal(number)
+    ended, printed, error = end(process)
+    assert (ended, printed) == (code, [*said, "closed first", "closed last"])
+    assert "own error" in error if code else error == ""
 
 
 def test_a_second_signal_ends_at_once_and_leaves_no_process(tmp_path):
