@@ -122,20 +122,20 @@ def verl_lines(name: str, folder: Path) -> Path:
     return folder / "verl.jsonl"
 
 
+def easyr1(row: dict) -> dict:
+    """A row of veRL as EasyR1 has it: sections in sections, and other names for two numbers."""
+    names, nested = {"actor/entropy": "actor/entropy_loss", "actor/pg_clipfrac": "actor/pg_clipfrac_higher"}, {}
+    for key, x in row.items():
+        *sections, last = names.get(key, key).split("/")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = x
+    return nested
+
+
 def easyr1_folder(name: str, folder: Path) -> Path:
-    """As EasyR1's file: sections in sections, and other names for two of veRL's numbers."""
-    lines = []
-    for row in verl(logs.read(state(name, folder))):
-        nested = {"step": row.pop("step")}
-        row["actor/entropy_loss"] = row.pop("actor/entropy")
-        row["actor/pg_clipfrac_higher"] = row.pop("actor/pg_clipfrac")
-        for key, x in row.items():
-            *sections, last = key.split("/")
-            place = nested
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[last] = x
-        lines.append(json.dumps(nested) + "\n")
+    lines = [json.dumps(easyr1(row)) + "\n" for row in verl(logs.read(state(name, folder)))]
     (folder / "experiment_log.jsonl").write_text("".join(lines))
     return folder
 

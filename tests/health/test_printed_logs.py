@@ -7,7 +7,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from test_doctor import rows_of, state, told, verl
+import yaml
+from test_doctor import easyr1, rows_of, state, told, verl
 
 from jaxrl_llm.health import logs
 from jaxrl_llm.health.doctor import exit_code
@@ -51,19 +52,10 @@ def printed_by_verl(folder: Path) -> Path:
 
 
 def printed_by_easyr1(folder: Path) -> Path:
-    """As YAML, with sections that are indented."""
+    """As YAML."""
     lines = []
-    for row in verl(records()):
-        row["actor/entropy_loss"] = row.pop("actor/entropy")
-        lines.append(f"Step {row.pop('step')}")
-        section = ""
-        for name, x in sorted(row.items()):
-            head, _, last = name.partition("/")
-            lines += [f"{head}:"] if head != section else []
-            section = head
-            group, _, field = last.rpartition("/")
-            lines += [f"  {group}:", f"    {field}: {x}"] if group else [f"  {field}: {x}"]
-        lines.append("")
+    for row in map(easyr1, verl(records())):
+        lines += [f"Step {row.pop('step')}", *yaml.safe_dump(row).splitlines(), ""]
     (folder / "run.log").write_text("\n".join(f"\x1b[36m(Runner pid=7)\x1b[0m {line}" for line in lines) + "\n")
     return folder / "run.log"
 

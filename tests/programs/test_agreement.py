@@ -39,14 +39,11 @@ def test_the_same_values_pass_after_one_exchange_of_a_hash(others):
     assert [len(own) for own in calls[::63]] == [64]
 
 
-def test_what_differs_is_told_with_both_values_and_of_a_file_with_its_name(others, refused):
+def test_of_what_differs_a_few_are_told_with_values_or_the_name_of_a_file(others, refused):
     there = [{"config.a": 1, "config.b": [1], "JAX": "0.11.0"}, {"the file of own.f": "x"}]
     others(lambda own: [own, "hash" if isinstance(own, str) else there])
     with refused("process 2", "JAX is '0.11.0', not '0.12.0'", "config.b is [1], not [2]", "own.f"):
         agreement.check_alike({"config.a": 1, "config.b": (2,), "JAX": "0.12.0"}, {"the file of own.f": "y"})
-
-
-def test_of_many_differences_a_few_are_told(others, refused):
     others(lambda own: ["hash"] if isinstance(own, str) else [[{f"config.{i}": 1 for i in range(9)}, {}]])
     with refused("config.0 is 1, not 0", "config.3 is 1, not 0; 5 more") as told:
         agreement.check_alike({f"config.{i}": 0 for i in range(9)}, {})

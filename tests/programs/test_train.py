@@ -229,14 +229,6 @@ def wait_for_step(workdir: Path, step: int, process: subprocess.Popen) -> None:
 
 # Lines of a config, further fields, and what some record has if all of it is at work.
 COMBINED = {
-    "adapters and episodes that go on in later steps, sampled ahead": (
-        ["c = search_grpo.get_config()", "c.adapters = lora.get_config().adapters"],
-        [f"model.path={ASSETS}/encyclopedia",
-         "group_size=2", "rollout.partial=5", "rollout.max_age=2", "rollout.max_lag=1", "rollout.temperature=1.5",
-         "checkpoint.every=1", "mesh.data=1", "rollout.max_completion_tokens=96", "eval=none", "epochs=1",
-         "prompts_per_update=8", "microbatch=0"],
-        {"rollout/lag", "rollout/carried"},
-    ),
     "a critic, a moving reference and an adaptive coefficient": (
         ["c = ppo.get_config()"],
         ["critic.warmup_steps=2", "critic.optim.warmup_steps=2", "kl.refresh.every=2", "kl.refresh.mix=0.5",
@@ -262,7 +254,7 @@ COMBINED = {
 def test_a_killed_run_resumes_bit_for_bit_with(lines, fields, signs, tmp_path):
     (tmp_path / "combined.py").write_text(
         "from ml_collections import ConfigDict\n"
-        "from jaxrl_llm.configs import gdpo, lora, pictures, ppo, search_grpo\n"
+        "from jaxrl_llm.configs import gdpo, pictures, ppo\n"
         "def get_config():\n" + "".join(f"    {line}\n" for line in [*lines, "return c"])
     )
     arguments = [*TINY, "--config.num_steps=5", *(f"--config.{field}" for field in fields)]

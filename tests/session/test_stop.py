@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
+from test_process import alive
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
@@ -82,12 +83,6 @@ def start(tmp_path: Path, *words: str, before: str = "ready") -> subprocess.Pope
 def end(process: subprocess.Popen[str], seconds: float = 5) -> tuple[int, list[str], str]:
     out, error = process.communicate(timeout=seconds)
     return process.returncode, out.splitlines(), error
-
-
-def alive(pid: int) -> bool:
-    """A process that has ended stays a zombie until its parent asks for its exit code."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(("words", "number", "code", "said"), [
