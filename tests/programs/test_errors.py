@@ -320,7 +320,6 @@ def test_a_command_is_refused_for(place, refused, argv, word):
     "that raises": ("x = 1\nx / 0\n", ("bad.py:2",)),
     "that is no Python": ("def get_config(:\n", ("bad.py",)),
     "that imports what is not there": ("import lab_x\n", ("bad.py:1",)),
-    "that imports a shipped config as its neighbour": ("import grpo\n", ("bad.py:1", "jaxrl_llm.configs")),
     "that ends the program": ("import sys\nsys.exit(3)\n", ("bad.py:2",)),
     "that sets a value of another type":
         ("from jaxrl_llm.configs import grpo\n\ndef get_config():\n    c = grpo.get_config()\n    c.optim.end = 'x'\n",

@@ -55,12 +55,3 @@ def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsy
         ill_runs.main()
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "never_stops" in out and "step 8: error: " in out
-
-
-def test_a_fault_has_its_config_also_in_another_folder_and_a_second_form(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fault = ill_runs.FAULTS["no_signal"]
-    one, two = (ill_runs.config_of(fault, second=second) for second in (False, True))
-    assert one.engine.name == "benchmarks.health.ill_runs.repeating" and one.to_dict() != two.to_dict()
-    for name, fault in ill_runs.FAULTS.items():
-        assert ill_runs.SMALL | fault.changes != ill_runs.SMALL | fault.changes | fault.second, name

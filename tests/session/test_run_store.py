@@ -184,24 +184,6 @@ def test_a_folder_of_something_else_and_s3_are_refused_for_a_run(cloud, path, re
         RunBucket("s3://b/run")
 
 
-@pytest.mark.slow
-def test_checkpoints_in_a_bucket_are_resumed_and_a_torn_one_is_none(cloud, path):
-    folder, arrays = epath.Path(path) / "checkpoints", {"policy": jnp.arange(4.0)}
-    with closing(Checkpoints(folder, {}, KEEP, MESH)) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, {MODELS: PartState({"step": step}, arrays)})
-        checkpoints.wait()
-        assert checkpoints.steps() == [3]
-    (cloud / "checkpoints" / "4").mkdir()
-    (cloud / "checkpoints" / "4" / "_CHECKPOINT_METADATA").write_text("{}")
-    assert has_checkpoint(folder)
-    with closing(Checkpoints(folder, {}, KEEP, MESH)) as checkpoints:
-        step, parts = checkpoints.resume(arrays)
-        assert (step, parts[MODELS].notes, parts[MODELS].arrays["policy"].tolist()) == (3, {"step": 3}, [0, 1, 2, 3])
-        checkpoints.go_back(2)
-        assert not has_checkpoint(folder)
-
-
 def test_a_deleted_checkpoint_of_a_bucket_counts_no_more_at_once(cloud, path, bucket_server):
     folder, changes = epath.Path(path) / "checkpoints", []
     with closing(Checkpoints(folder, {}, KEEP, MESH)) as checkpoints:
