@@ -64,10 +64,10 @@ def test_the_package_does_not_import_the_doctor_under_its_other_name():
         assert "import jaxrl_doctor" not in file.read_text() and "from jaxrl_doctor" not in file.read_text(), file
 
 
-def follow(name: str, *, resumed_at: int = 0, steps: int | None = None) -> None:
-    """Calls the callback as TRL's trainer does with the rows of a log."""
+def follow(name: str, *, resumed_at: int = 0, steps: int | None = None, first: bool = True) -> None:
+    """Calls the callback as TRL's trainer does with the rows of a log. first: whether this is process 0."""
     rows = rows_of(name)[:steps]
-    callback, state = DoctorCallback(), SimpleNamespace(log_history=[], global_step=0, is_world_process_zero=True)
+    callback, state = DoctorCallback(), SimpleNamespace(log_history=[], global_step=0, is_world_process_zero=first)
     state.log_history = rows[:resumed_at]
     callback.on_train_begin(None, state, None)
     for row in rows[resumed_at:]:
@@ -93,10 +93,7 @@ def test_the_callback_of_a_resumed_run_knows_the_start_and_judges_the_end(capsys
 
 
 def test_the_callback_is_silent_on_other_processes(capsys):
-    state = SimpleNamespace(log_history=[], global_step=1, is_world_process_zero=False)
-    callback = DoctorCallback()
-    for row in rows_of("never_stops"):
-        callback.on_log(None, state, None, logs=row)
+    follow("never_stops", first=False)
     assert not capsys.readouterr().out
 
 
