@@ -82,6 +82,15 @@ def kill_at_each_moment(
         assert killer.killed == number, said(cache)
 
 
+def check_equal(folder: Path, whole: Path) -> None:
+    assert [line["step"] for line in records(folder)] == [1, 2, 3, 4]
+    for one, two in zip(records(folder), records(whole), strict=True):
+        # Two processes compress their own texts, and the largest difference of two roundings is itself rounding.
+        expected = two | {name: one[name] for name in ("completion/compressed", "sampler/gap_max", "sampler/gap_mean")}
+        assert one == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert len({line["step"] for line in completions(folder)}) == len(completions(folder))
+
+
 def completions(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "completions.jsonl").read_text().splitlines()]
 
@@ -95,24 +104,17 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_killed_at_five_moments_is_whole_for_tools(
-    cloud, bucket_server, whole, tmp_path, monkeypatch, capsys
+def test_a_run_in_a_bucket_killed_at_five_moments_is_the_undisturbed_one(
+    cloud, bucket_server, whole, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = f"gs://bucket/{cloud.name}"
     kill_at_each_moment(bucket_server, cloud, tmp_path / "killed", MOMENTS)
-    run_here(path, *SHORT, config="configs/grpo.py")
+    run_here(f"gs://bucket/{cloud.name}", *SHORT, config="configs/grpo.py")
     assert records(cloud) == records(whole)
+    check_equal(cloud, whole)
     assert completions(cloud) == completions(whole)
-    call(export, monkeypatch, path, "--to", str(tmp_path / "exported"))
-    weights = [(run / "model.safetensors").read_bytes() for run in (tmp_path / "exported", whole / "hf", cloud / "hf")]
-    assert weights[0] == weights[1] == weights[2]
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        call(doctor, monkeypatch, "--run", path)
-    assert "4 records" in capsys.readouterr().out
-    call(log, monkeypatch, path, "--send", "tensorboard")
-    assert f"4 records and {len(completions(whole))} groups" in capsys.readouterr().out
+    weights = [(run / "hf" / "model.safetensors").read_bytes() for run in (cloud, whole)]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow
@@ -122,9 +124,22 @@ def test_two_processes_with_a_run_in_a_bucket_resume_after_a_kill(cloud, bucket_
     kill_at_each_moment(bucket_server, cloud, cache, (r"PUT .*/checkpoints/2/commit_success\.txt",), 2)
     assert [process.wait(600) for process in start(f"gs://bucket/{cloud.name}", cache, 2)] == [0, 0], said(cache)
     assert "after step 1 of 4, resumed" in said(cache)
-    for one, two in zip(records(cloud), records(whole), strict=True):
-        # Two processes compress their own texts, and the largest difference of two roundings is itself rounding.
-        expected = two | {name: one[name] for name in ("completion/compressed", "sampler/gap_max", "sampler/gap_mean")}
-        assert one == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
-    assert len({line["step"] for line in completions(cloud)}) == len(completions(cloud))
+    check_equal(cloud, whole)
     assert (cloud / "hf" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_tools_read_a_run_in_a_bucket(cloud, whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = f"gs://bucket/{cloud.name}"
+    run_here(path, *SHORT, config="configs/grpo.py")
+    assert records(cloud) == records(whole)
+    call(export, monkeypatch, path, "--to", str(tmp_path / "exported"))
+    weights = [(run / "model.safetensors").read_bytes() for run in (tmp_path / "exported", whole / "hf", cloud / "hf")]
+    assert weights[0] == weights[1] == weights[2]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        call(doctor, monkeypatch, "--run", path)
+    assert "4 records" in capsys.readouterr().out
+    call(log, monkeypatch, path, "--send", "tensorboard")
+    assert f"4 records and {len(completions(whole))} groups" in capsys.readouterr().out
