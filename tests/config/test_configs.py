@@ -60,22 +60,6 @@ def test_a_setting_that_does_something_or_was_left_as_it_is_passes(name, changes
     checked(name, **changes)
 
 
-def test_settings_of_an_own_server_may_stay_as_they_are_with_servers_of_others():
-    c = config.load("grpo_vllm")
-    c.engine.managed, c.engine.servers = False, ("http://127.0.0.1:8000",)
-    recipes.read(c.lock())
-
-
-def test_a_critics_constant_rate_has_no_end(refused):
-    with refused("config.critic.optim.end"):
-        checked("ppo", critic__optim__decay="constant", critic__optim__end="1e-5")
-
-
-def test_a_maths_reward_of_a_near_name_is_suggested(refused):
-    with refused("math.accuracy?"):
-        checked("grpo", reward__functions="maths.accuracy", reward__weights=1.0)
-
-
 def test_a_word_of_another_trainer_leads_to_a_field_that_is_there():
     there = {name for shipped in ("grpo", "ppo") for name in config.flatten(config.load(shipped))}
     meant = {field for field in suggestions.ALIASES.values() if not field.startswith("--")}

@@ -37,13 +37,6 @@ def test_each_folder_gives_its_own_complete_file_to_its_delta(tmp_path, monkeypa
         assert load(tmp_path / name / "delta.py").seed == seed
         assert load(tmp_path / name / "recipes" / "delta.py").seed == seed
     assert "grpo" not in sys.modules
-
-
-def test_a_module_that_was_imported_before_is_not_given_to_a_delta_and_stays(tmp_path, monkeypatch):
-    for seed, name in enumerate("ab"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "grpo.py").write_text(a_config(seed))
-        (tmp_path / name / "delta.py").write_text(DELTA)
     monkeypatch.syspath_prepend(tmp_path / "a")
     before = __import__("grpo")
     assert load(tmp_path / "b" / "delta.py").seed == 1
@@ -81,9 +74,10 @@ def test_a_name_of_ours_and_of_the_users_is_refused_without_running_theirs(tmp_p
 
 
 def test_a_function_that_only_the_users_module_has_is_found_there(tmp_path, monkeypatch):
-    own(tmp_path, "def shorter(completions, **_):\n    return [7.0]\n")
+    own(tmp_path, "def shorter(completions, **_):\n    return [7.0]\ndef thought():\n    return [{'prompt': 'hm'}]\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert resolve("arithmetic.shorter", REWARDS)([]) == [7.0]
+    assert resolve("arithmetic.thought", tasks.SOURCES)() == [{"prompt": "hm"}]  # ours is a reward
 
 
 def test_a_folder_a_config_and_an_installed_module_of_a_name_are_no_functions(tmp_path, monkeypatch):
@@ -116,12 +110,6 @@ def test_each_function_of_a_task_is_offered_as_one_kind():
     assert min(map(len, kinds)) > 1
     names = [name for kind in kinds for name in kind]
     assert len(names) == len(set(names))
-
-
-def test_a_users_file_with_the_name_of_a_task_gives_the_kind_that_ours_lacks(tmp_path, monkeypatch):
-    own(tmp_path, "def thought():\n    return [{'prompt': 'hm'}]\n")  # ours is a reward
-    monkeypatch.syspath_prepend(tmp_path)
-    assert resolve("arithmetic.thought", tasks.SOURCES)() == [{"prompt": "hm"}]
 
 
 def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path):

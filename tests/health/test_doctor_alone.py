@@ -23,22 +23,15 @@ from jaxrl_llm.health.trl import DoctorCallback
 ROOT = Path(__file__).parents[2]
 ALONE = tomllib.loads((ROOT / "doctor" / "pyproject.toml").read_text())
 MAIN = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SOURCES = {
-    name: ROOT / "jaxrl_llm" / Path(*name.split(".")[1:])
-    for name in (*ALONE["tool"]["setuptools"]["packages"], *ALONE["tool"]["setuptools"]["py-modules"])
-}
-FILES = [ROOT / "jaxrl_llm" / "__init__.py"] + [
-    file
-    for source in SOURCES.values()
-    for file in (sorted(source.glob("*.py")) if source.is_dir() else [source.with_suffix(".py")])
-]
+PACKAGE = ROOT / "jaxrl_llm"
+ROOM = [*(PACKAGE / "health").rglob("*.py")]
+FILES = [*ROOM, PACKAGE / "__init__.py", PACKAGE / "errors.py"]
 
 
 def test_all_of_the_room_is_packaged_and_only_errors_besides():
-    assert set(FILES) == {
-        *(ROOT / "jaxrl_llm" / "health").rglob("*.py"),
-        *(ROOT / "jaxrl_llm" / name for name in ("__init__.py", "errors.py")),
-    }
+    folders = {".".join(("jaxrl_doctor", *file.parent.relative_to(PACKAGE).parts)) for file in ROOM}
+    packaged = ALONE["tool"]["setuptools"]
+    assert (set(packaged["packages"]), packaged["py-modules"]) == (folders, ["jaxrl_doctor.errors"])
 
 
 def test_what_is_packaged_imports_itself_and_packages_installed_with_it():
@@ -67,14 +60,14 @@ def test_its_bounds_of_versions_are_no_tighter_than_those_of_the_package():
 
 
 def test_the_package_does_not_import_the_doctor_under_its_other_name():
-    for file in (ROOT / "jaxrl_llm").rglob("*.py"):
+    for file in PACKAGE.rglob("*.py"):
         assert "import jaxrl_doctor" not in file.read_text() and "from jaxrl_doctor" not in file.read_text(), file
 
 
-def follow(name: str, *, resumed_at: int = 0, steps: int | None = None) -> None:
-    """Calls the callback as TRL's trainer does with the rows of a log."""
+def follow(name: str, *, resumed_at: int = 0, steps: int | None = None, first: bool = True) -> None:
+    """Calls the callback as TRL's trainer does with the rows of a log. first: whether this is process 0."""
     rows = rows_of(name)[:steps]
-    callback, state = DoctorCallback(), SimpleNamespace(log_history=[], global_step=0, is_world_process_zero=True)
+    callback, state = DoctorCallback(), SimpleNamespace(log_history=[], global_step=0, is_world_process_zero=first)
     state.log_history = rows[:resumed_at]
     callback.on_train_begin(None, state, None)
     for row in rows[resumed_at:]:
@@ -100,10 +93,7 @@ def test_the_callback_of_a_resumed_run_knows_the_start_and_judges_the_end(capsys
 
 
 def test_the_callback_is_silent_on_other_processes(capsys):
-    state = SimpleNamespace(log_history=[], global_step=1, is_world_process_zero=False)
-    callback = DoctorCallback()
-    for row in rows_of("never_stops"):
-        callback.on_log(None, state, None, logs=row)
+    follow("never_stops", first=False)
     assert not capsys.readouterr().out
 
 

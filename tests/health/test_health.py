@@ -14,7 +14,7 @@ import pytest
 from benchmarks.health import simulated
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import channel_metrics
-from jaxrl_llm.health.history import KEPT_BETWEEN, KEPT_WITHOUT_GAP, LONGER_FACTOR, RECENT_STEPS, START_STEPS, History
+from jaxrl_llm.health.history import KEPT_BETWEEN, KEPT_WITHOUT_GAP, LONGER_FACTOR, START_STEPS, History
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health
@@ -263,14 +263,6 @@ def test_no_rule_fires_on_a_healthy_run():
     assert fired(run()) == {}
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_rule_fires_on_a_run_that_falls_ill_its_way(name):
-    found = fired(run(**FAULTS[name]))
-    assert name in found, found
-    # Some faults have more than one sign, but no rule fires before there is something to compare.
-    assert min(found.values()) >= RECENT_STEPS or name == "held_out_falls"  # it compares single evaluations
-
-
 SICK = {name: run(**changes) for name, changes in FAULTS.items()} | {
     "sampler_mismatch": run(importance__kl=0.1),
     "stale_weights": run(
@@ -302,10 +294,6 @@ def test_a_rule_needs_each_metric_that_it_says_and_no_other(rule, monkeypatch):
         {k: x for k, x in r.items() if k in kept or (needs.functions and k in channel_metrics(r))} for r in SICK[name]
     ]
     assert name in fired(few)
-
-
-def test_every_rule_over_a_run_has_a_fault_here_or_in_the_table_above():
-    assert {rule.__name__ for rule in rules.RULES} == SICK.keys()
 
 
 @pytest.mark.parametrize("name", ["truncated", "channels_diverge"])

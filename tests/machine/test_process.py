@@ -115,8 +115,12 @@ def test_what_goes_wrong_there_is_raised_here(kind, error, words):
             process.receive_result(60)
 
 
-def test_signals_to_the_group_and_to_the_process_itself_do_not_end_it():
-    with closing(Process(number)) as process:
+def test_neither_signals_nor_the_end_of_the_thread_that_made_it_end_a_process():
+    made: list[Process] = []
+    thread = threading.Thread(target=lambda: made.append(Process(number)))
+    thread.start()
+    thread.join()
+    with closing(made[0]) as process:
         pid = process.receive_result(60)
         assert os.getpgid(pid) != os.getpgid(0)
         for sign in (signal.SIGINT, signal.SIGTERM):
@@ -137,17 +141,6 @@ def test_no_process_outlives_the_one_that_made_it(sign, tmp_path):
     parent.send_signal(sign)
     parent.wait()
     assert ends(pids)
-
-
-def test_a_thread_that_made_a_process_may_end_before_it():
-    made: list[Process] = []
-    thread = threading.Thread(target=lambda: made.append(Process(number)))
-    thread.start()
-    thread.join()
-    with closing(made[0]) as process:
-        pid = process.receive_result(60)
-        process.send_call(number)
-        assert process.receive_result(60) == pid
 
 
 def test_a_pool_answers_in_order_and_leaves_out_calls_that_do_not_return():

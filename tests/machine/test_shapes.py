@@ -10,15 +10,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from test_steps import SHORT, tiny
 
 from jaxrl_llm import build
-from jaxrl_llm.config import load as configs
 from jaxrl_llm.learner import learning
 from jaxrl_llm.machine import shapes
 from jaxrl_llm.machine.shapes import Rates, ShapeCache, ShapePolicy
 from jaxrl_llm.train import rl_step
 
-ROOT = Path(__file__).parents[2]
 COSTS = {(8,): 8.0, (4,): 4.0, (2,): 2.0, (1,): 1.0}
 
 
@@ -84,14 +83,8 @@ def test_an_error_in_the_background_is_raised_by_the_step():
 
 def ragged_config(steps: int):
     """A small run with completions of up to 64 tokens, most of them short."""
-    config = configs.load(ROOT / "configs" / "grpo.py")
-    config.update_from_flattened_dict({
-        "num_steps": steps, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "microbatch": 4,
-        "rollout.max_completion_tokens": 64, "rollout.temperature": 1.3, "eval": None, "checkpoint.keep_best": 0,
-        "checkpoint.every": 10, "log.to": (), "log.completions_every": 0, "mesh.fsdp": 1,
-        "health.self_test": False,
-    })  # fmt: skip
-    return config
+    ragged = {"microbatch": 4, "rollout.max_completion_tokens": 64, "rollout.temperature": 1.3, "checkpoint.every": 10}
+    return tiny(num_steps=steps, **SHORT | ragged)
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
 from jaxrl_llm import evaluate, sft, train
@@ -57,7 +55,7 @@ def command(text: str, config: str = "grpo") -> list[str]:
 
 
 def config_of(text: str, config: str = "grpo") -> Config:
-    usual = {"sft": SFT}.get(config, TINY)
+    usual = SFT if "sft" in config else TINY
     return parse_arguments("test", "", command(usual + text, config)).config
 
 
@@ -141,7 +139,6 @@ WRONG = {  # config -> changed fields -> field that the line names
         "advantage.normalize=all": "advantage.normalize",  # an argument with a choice that is not offered
         "loss.name=ppo_clap": "loss.name",  # an unknown loss
         "loss.name=topr": "loss.clip_",  # an argument that the loss does not take
-        "loss.name=gspo": "loss.delta",  # a loss that needs other arguments
         "prompts_per_step=12": "prompts_per_step",  # a rollout that is no multiple of an update
         "microbatch=3": "microbatch",  # a microbatch that does not divide the update
         "group_size=1": "group_size",  # a group of one with grpo
@@ -152,17 +149,14 @@ WRONG = {  # config -> changed fields -> field that the line names
         "loss.name=importance_ratio": "loss.name",  # a helper for a loss
         "kl.adaptive.target=0.1 kl.adaptive.horizon=3": "kl.adaptive.horizon",  # a KL horizon of less than an update
         "kl.end=0.1": "kl.end",  # an end of a constant coefficient
-        "kl.refresh.mix=0.5": "kl.refresh.every",  # a move of the reference at no time
         "kl.adaptive.horizon=9000": "kl.adaptive.target",  # a horizon without a KL target
         "optim.decay=constant optim.end=1e-6": "optim.end",  # an end of a constant rate
         "importance.action=none importance.level=sequence": "importance.level",  # a level of no correction
-        "importance.action=none importance.high=5.": "importance.high",  # a bound of no correction
         "importance.action=truncate": "importance.action",  # a correction of what the very policy sampled
         "importance.high=5.": "importance.high",  # a bound where the very policy samples
         "model.dtype=bfloat16 importance.level=geometric": "importance.level",  # a level where the very policy samples
         "rollout.max_lag=1 num_steps=3 importance.action=none": "importance.action",  # older weights and no correction
         "rollout.top_k=1": "rollout.top_k",  # a group that is always the same
-        "entropy.coef=0. entropy.adaptive.step=0.1": "entropy.adaptive.target",
         "importance.low=0.5": "importance.low",  # a lower bound of no mask
         "advantage.epsilon=0.": "advantage.epsilon",  # a division by the deviation of equal rewards
         "loss.clip_low=-0.1": "loss.clip_low",  # a negative clip
@@ -179,14 +173,13 @@ WRONG = {  # config -> changed fields -> field that the line names
         "aggregate.mode=constant": "aggregate.constant_length",  # a constant to divide by that is not given
         "aggregate.constant_length=9": "aggregate.constant_length",  # a constant that is not used
         "reward.functions=countdown.accuracy": "reward",  # more weights than reward functions
-        "reward.functions=math.accuracy,math.is_box reward.weights=1.0,0.5": "reward.functions 'math.is_box'",
         "reward.functions=(\"gsm8k.accuracy(method='strict')\",'gsm8k.accuracy')": "reward.functions",
         "reward.weights=1. reward.functions=gsm8k.accuracy(way='strict')": "reward.functions",
         "eval.every=1 eval.function=gsm8k.accuracy(x)": "eval.function",  # a judge whose argument is no plain value
         "reward.weights=1. reward.functions=lab.x": "'lab.x'",  # a reward in a module that is not there
+        "reward.weights=1. reward.functions=maths.accuracy": "math.accuracy?",  # a module by a near name
         "data.source=arithmetic.trian": "data.source",  # an unknown task
         "eval.every=1 eval.source=countdown.exam": "eval.source",  # an unknown task to be graded by
-        "eval.every=1 eval.function=lab.xyz": "eval.function",  # an unknown judge
         "log.profile=3": "log.profile",  # steps to trace, of which there is no last
         "log.profile=0:1": "log.profile",  # a trace of step 0
         "data.source=my/rows.xlsx": "data.source",  # a data file of another kind
@@ -198,10 +191,8 @@ WRONG = {  # config -> changed fields -> field that the line names
         "engine.servers=http://a": "engine.managed",  # a server of its own and those of others
         "engine.managed=false": "engine.managed",  # no server at all
         VLLM + "engine.servers=a:8000": "engine.servers",  # a server that is no address
-        VLLM + "engine.servers=('http://127.0.0.1:1','http://127.0.0.1:1')": "engine.servers",  # a server twice
-        VLLM + "engine.servers=('http://127.0.0.1:1','http://localhost:1/')": "engine.servers",  # by two names
+        VLLM + "engine.servers=('http://127.0.0.1:1','http://localhost:1/')": "engine.servers",  # twice
         VLLM + "engine.servers=http://127.0.0.1:80a0": "engine.servers",  # a port that is no number
-        VLLM + "engine.servers=http://127.0.0.1:800000": "engine.servers",  # a port that is too large
         VLLM + "engine.servers=http://[1": "engine.servers",  # half of an address
         VLLM + "engine.servers=http://far:8000": "engine.push",  # a file for another host
         VLLM + "engine.push=http": "engine.push",  # weights over HTTP from nowhere
@@ -215,12 +206,14 @@ WRONG = {  # config -> changed fields -> field that the line names
         "rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3 reward.timeout=0.": "reward.timeout",
         "rollout.partial=2 num_steps=3": "rollout.partial",  # partial rollouts
     },
+    "ppo": {"critic.optim.decay=constant critic.optim.end=1e-5": "critic.optim.end"},
     "sft": {
         "model.hidden_size=132": "model.hidden_size",  # heads of an odd size
         "model.num_key_value_heads=3": "model.num_key_value_heads",  # key heads that do not divide the heads
         "group_size=8": "group_size",  # a field of another trainer
         "model.path=lab/model model.hidden_size=64": "model.hidden_size",  # the size of a model that is there
     },
+    "pictures_sft": {"model.vision_config.hidden_size=1": "model.vision_config.hidden_size"},  # heads of no size
 }  # fmt: skip
 
 
@@ -254,7 +247,6 @@ COMPLETE_BUT = {  # change of configs/grpo.py -> field that the line names
     "c.advantage = dict(name='distillation'); c.teachers = dict(teacher=dict(path=''))": "teachers.teacher.path",
     "c.advantage = dict(name='gdpo'); c.kl.placement = 'reward'": "kl.placement",
     "c.advantage = dict(name='pass_at_k', k=9)": "advantage.k",
-    "c.advantage = dict(name='pass_at_k', k=2); c.kl.placement = 'reward'; c.kl.estimator = 'k1'": "kl.placement",
     "c.advantage = dict(name='pass_at_k', k=2); c.reward.overlong_tokens = 4": "reward.overlong_tokens",
     "c.advantage = dict(name='reinforce_pp_baseline'); c.kl.placement = 'reward'": "kl.placement",
     "c.kl.refresh = dict(every=1, mix=1.0)": "kl.refresh.every",
@@ -262,16 +254,12 @@ COMPLETE_BUT = {  # change of configs/grpo.py -> field that the line names
     "c.advantage = dict(name='rloo')": "kl.refresh",
     "c.loss = dict(name='reinforce'); c.epochs = 2": "loss.name",
     "c.loss = dict(name='gmpo'); c.advantage = dict(name='reinforce_pp')": "loss.name",
-    "c.loss = dict(name='reinforce'); c.rollout.max_lag = 1; c.importance.action = 'none'": "importance.action",
     "c.loss = dict(name='gspo')": "aggregate.mode",
     "c.loss = dict(name='gspo', level='token')": "aggregate.mode",
     "c.loss = dict(name='gmpo')": "aggregate.mode",
     "c.loss = dict(name='gspo'); c.aggregate.mode = 'sequence_mean'; c.mask.top_entropy = 0.2": "mask.top_entropy",
-    "c.loss = dict(name='gmpo'); c.aggregate.mode = 'sequence_mean'; c.mask.top_entropy = 0.2": "mask.top_entropy",
-    "c.advantage = dict(name='gdpo'); c.reward.overlong_tokens = 2": "reward.overlong_tokens",
     "c.advantage = dict(name='distillation'); c.teachers = dict(teacher=dict(path='x')); "
     "c.rollout.resample_rounds = 1": "rollout.resample_rounds",
-    "c.advantage.name = 'jaxrl_llm.algorithms.advantages.grpo'; c.group_size = 1": "group_size",
     "c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = dict(name='remax')": "rollout.resample_rounds",
     "c.rollout.partial = 65": "rollout.partial",
     "c.rollout.partial = 4; c.rollout.resample_rounds = 1": "rollout.partial",
@@ -292,7 +280,6 @@ def test_a_complete_config_is_refused(refused, change, field):
 
 
 @table("text", {
-    "that imports what is not there": ("import lab_x\n",),
     "that raises": ("1 / 0\n",),
     "that is no Python": ("def f(:\n",),
     "without the function": ("def grade(): pass\n",),
@@ -307,12 +294,6 @@ def test_a_reward_of_another_program_is_refused(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", sys)
     with refused("config.reward.functions '__main__.score_'"):
         recipes.read(config_of("reward.weights=1. reward.functions=__main__.score_"))
-
-
-def test_wandb_is_refused_where_it_is_not_installed(refused, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with refused("config.log.to"):
-        recipes.read(config_of("log.to=wandb log.project=lab"))
 
 
 # ---- the command line and the config file
@@ -339,7 +320,6 @@ def test_a_command_is_refused_for(place, refused, argv, word):
     "that raises": ("x = 1\nx / 0\n", ("bad.py:2",)),
     "that is no Python": ("def get_config(:\n", ("bad.py",)),
     "that imports what is not there": ("import lab_x\n", ("bad.py:1",)),
-    "that imports a shipped config as its neighbour": ("import grpo\n", ("bad.py:1", "jaxrl_llm.configs")),
     "that ends the program": ("import sys\nsys.exit(3)\n", ("bad.py:2",)),
     "that sets a value of another type":
         ("from jaxrl_llm.configs import grpo\n\ndef get_config():\n    c = grpo.get_config()\n    c.optim.end = 'x'\n",
@@ -413,7 +393,6 @@ def test_a_mesh_is_refused(refused, sizes, words):
 
 @table("config text field", {
     "a top-k that keeps all tokens": ("grpo", "rollout.top_k=18 mesh.fsdp=1", "config.rollout.top_k"),
-    "a model that is not there": ("grpo", "model.path=./nowhere", "model.path"),
     "a hub id that cannot be had": ("grpo", "model.path=lab/nothing", "model.path"),
     "too long completions": ("grpo", "rollout.max_completion_tokens=510", "config.rollout.max_completion_tokens"),
     "a batch that the mesh does not divide":
@@ -457,8 +436,6 @@ def a_folder(folder: Path, file: str, text: str) -> None:
     "that holds something else": (lambda run: a_folder(run, "thesis.tex", "!"), "run", "--workdir run"),
     "that holds the checkpoints of something else":
         (lambda run: (run / "checkpoints" / "9").mkdir(parents=True), "run", "--workdir run"),
-    "whose config.json is torn": (lambda run: a_folder(run, "config.json", "{"), "run", "run/config.json"),
-    "whose config.json is a list": (lambda run: a_folder(run, "config.json", "[]"), "run", "run/config.json"),
     "of a run with another config": (lambda run: a_run(run, seed=7), "run", "config.seed"),
     "of a run with fewer fields": (lambda run: a_run(run, kl={}), "run", "config.kl.coef"),
 })  # fmt: skip
@@ -487,82 +464,28 @@ def configured(**values: Any) -> Change:
     return change
 
 
-def sharded(listing: str) -> Change:
-    """Makes model.safetensors the first shard of an index."""
-
-    def shard(folder: Path) -> None:
-        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-        (folder / "model.safetensors.index.json").write_text(listing)
-
-    return shard
-
-
-def cut_short(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-def reweighed(change: Callable[[dict[str, np.ndarray]], Any]) -> Change:
-    """Changes the tensors of model.safetensors."""
-
-    def reweigh(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return reweigh
-
-
 def adapter(folder: Path) -> None:
     """Makes the folder one of PEFT."""
     without("config.json")(folder)
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "lab/base"}')
 
 
-def endless(folder: Path) -> None:
-    """Takes every end token out."""
-    configured(eos_token_id=None)(folder)
-    without("generation_config.json")(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "model-2.safetensors"}}'
-
-
+# tests/models/test_hf.py has the other faults of a folder.
 @table("spoil words", {
-    "without config.json": (without("config.json"), "model.path"),
-    "with a torn config.json": (written("config.json", "{"), "model/config.json"),
     "with a list for config.json": (written("config.json", "[]"), "model/config.json"),
-    "of another architecture": (configured(model_type="mamba"), "'mamba'"),
-    "whose config.json lacks a size": (configured(hidden_size=None), "'hidden_size'"),
-    "of a dtype that cannot be saved": (configured(dtype="int3"), "dtype"),
     "without weights": (without("model.safetensors"), "model.safetensors"),
-    "with weights of torch":
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "save_pretrained"),
-    "of images": (configured(model_type="internvl_chat"), "qwen2"),
     "of images, and new":
         (configured(model_type="new", vision_config={}, text_config={"model_type": "qwen3"}), "qwen3"),
     "of images, and unknown": (configured(model_type="new", vision_config={}), "'new'"),
     "that is an adapter": (adapter, "adapters.path"),
-    "whose weights are cut short": (cut_short, "model.safetensors"),
-    "that lacks a shard": (sharded(SHARDS), "model-2.safetensors"),
-    "with a torn index": (sharded("{"), "index.json"),
-    "that lacks a tensor": (reweighed(lambda t: t.pop("model.norm.weight")), "model.norm.weight"),
-    "with an unknown tensor": (reweighed(lambda t: t.update(router=t["model.norm.weight"])), "router"),
-    "with tensors of another shape": (configured(intermediate_size=128), "down_proj.weight"),
-    "without a tokenizer": (without("tokenizer.json"), "tokenizer.json"),
     "with a torn tokenizer": (written("tokenizer.json", "{"), "tokenizer.json"),
-    "that never ends a completion": (endless, "eos_token_id"),
-    "with a torn generation_config.json": (written("generation_config.json", "{"), "generation_config.json"),
 })  # fmt: skip
 def test_a_model_is_refused(place, refused, spoil, words):
     shutil.copytree(MODEL, place / "model")
     spoil(place / "model")
     with refused(words):
         folder = hf.find_checkpoint("./model")
-        model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
-        hf.stop_ids(folder, tokenizer)
+        model, _ = hf.load_model(folder), hf.load_tokenizer(folder)
         hf.load_params(folder, model, meshes.make_mesh(data=1, fsdp=1, tensor=1))
 
 

@@ -40,8 +40,8 @@ def falling(completions: list, **_: object) -> list[float]:
 
 @pytest.mark.parametrize(("changes", "field"), [
     (dict(source="arithmetic.nothing"), "source"), (dict(convert="nowhere.f"), "convert"),
-    (dict(function="arithmetic.accurate"), "function"), (dict(function="preference"), "function"),
-    (dict(problems=0), "problems"), (dict(every=2), "every"),
+    (dict(function="arithmetic.accurate"), "function"), (dict(problems=0), "problems"),
+    (dict(every=2), "every"),
 ])  # fmt: skip
 def test_a_wrong_field_of_a_further_set_is_refused_by_its_path(refused, changes, field):
     with refused(f"config.eval.extra_sets.sums.{field}"):
@@ -54,15 +54,14 @@ def test_what_is_no_further_set_is_refused_with_what_to_give(refused):
         override(config, "eval.extra_sets.x.problems", "8")
     with refused("config.eval.extra_sets", "extra_sets.NAME"):
         config.eval.extra_sets = [TRAIN]
+    for name in ("", "a.b"):  # its metric would be eval/accuracy; it would be a set b of a section a
+        with refused("config.eval.extra_sets"):
+            recipes.read(with_sets(load("grpo"), **{name: TRAIN}))
     config.eval.extra_sets.x = 3
     with refused("config.eval.extra_sets.x", "eval.extra_sets.x.source"):
         recipes.read(config)
-
-
-@pytest.mark.parametrize("name", ["", "a.b"])  # its metric would be eval/accuracy; it would be a set b of a section a
-def test_a_further_set_without_a_name_or_with_a_dot_in_it_is_refused(refused, name):
-    with refused("config.eval.extra_sets"):
-        recipes.read(with_sets(load("grpo"), **{name: TRAIN}))
+    config.eval.extra_sets = None
+    assert [*recipes.read(config).eval_sets] == ["eval"]
 
 
 def test_a_further_set_without_a_column_that_its_judge_needs_is_refused(refused):
@@ -83,12 +82,6 @@ def test_further_sets_take_function_objects_and_rows_in_memory():
     config = with_sets(load("grpo"), **{"of-sums": TRAIN})
     config.eval.extra_sets["of-sums"].function = falling
     assert recipes.read(config).eval_sets["eval.extra_sets.of-sums"].function == "test_eval_sets.falling"
-
-
-def test_further_sets_that_are_none_are_none_of_them():
-    config = with_sets(load("grpo"), sums=TRAIN)
-    config.eval.extra_sets = None
-    assert [*recipes.read(config).eval_sets] == ["eval"]
 
 
 def test_the_console_the_card_and_the_report_have_each_set(tmp_path):

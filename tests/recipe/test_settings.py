@@ -29,19 +29,14 @@ def said(name: str, width=SMALL, platform="cpu", **changes: object) -> list[str]
     return [finding.line() for finding in findings(RunSettings(recipes.read_either(c.lock()), width, platform))]
 
 
-@pytest.mark.parametrize("name", [name for name in configs.names() if not name.startswith("recipes/")])
+@pytest.mark.parametrize("name", configs.names())
 def test_a_config_of_the_package_passes_the_checks_without_a_warning(name, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)
-    assert said(name) == []
-
-
-@pytest.mark.parametrize("name", [name for name in configs.names() if name.startswith("recipes/")])
-def test_a_recipe_of_the_package_passes_the_checks_without_a_warning(name, monkeypatch):
     for folder in (configs.FOLDER, configs.FOLDER / "recipes"):  # as `train` does: a recipe may name its own functions
         monkeypatch.syspath_prepend(folder)
     known = {"recipes/qwen2_5_3b_tinyzero": ["small_updates"]}  # it was published so
-    rules = [line.rpartition("[")[2].partition(",")[0] for line in said(name, QWEN, "gpu")]
-    assert rules == known.get(name, [])
+    lines = said(name, QWEN, "gpu") if name.startswith("recipes/") else said(name)
+    assert [line.rpartition("[")[2].partition(",")[0] for line in lines] == known.get(name, [])
 
 
 @pytest.mark.parametrize(("name", "width", "rate", "warned"), [
