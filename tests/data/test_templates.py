@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tools import LIMITS, call, tokenizer
+from test_tools import LIMITS, call
+from tiny import byte_tokenizer
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
@@ -44,7 +45,7 @@ RESULTS = [
 def of(name: str) -> Any:
     """A tokenizer with the template and the special tokens of a family."""
     family = next(family for family in ENDS if name.startswith(family))
-    made = tokenizer((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
+    made = byte_tokenizer((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
     made.add_special_tokens({"eos_token": ENDS[family], "additional_special_tokens": SPECIALS[family]})
     made.bos_token = SPECIALS[family][0]
     return made

@@ -125,7 +125,7 @@ RUNS = {
 FUNCTIONS = (
     "pass_at_k.k penalty.scale distance.scale cosine.max_tokens penalty.ngram_size Calculator.most_characters"
     " NumberGame.most_guesses Python.most_characters score.concurrency score.max_tokens"
-    " vllm.concurrency"
+    " vllm.concurrency rows.size"
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_linear_time import is_slow
 from test_templates import FOLDER, LIMITS, of
-from test_tools import tokenizer
+from tiny import byte_tokenizer
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.call_forms import FORMS, HERMES, choose_form
@@ -48,7 +48,7 @@ def made(name: str) -> Any:
     if name not in OTHERS:
         return of(name)
     specials, end = OTHERS[name]
-    one = tokenizer((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
+    one = byte_tokenizer((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
     one.add_special_tokens({"additional_special_tokens": [*specials, end]})
     one.bos_token = "<|endoftext|>"
     return one
@@ -125,7 +125,7 @@ def test_an_unknown_form_is_refused_before_a_run(refused):
     unknown.chat_template = unknown.chat_template.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>")
     with refused("is unknown", "<call>", "Hermes"):
         choose_form(unknown, {})
-    silent = tokenizer("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{{ tools }}")
+    silent = byte_tokenizer("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{{ tools }}")
     with refused("'nothing'"):
         choose_form(silent, {})
     with pytest.raises(UserError, match="roles must alternate"):

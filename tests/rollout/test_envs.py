@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from test_tools import LIMITS, tokenizer
+from test_tools import LIMITS, TEMPLATE
+from tiny import byte_tokenizer
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import time_limit
@@ -103,7 +104,7 @@ class Answers:
 
 
 def answers(*given: Any, **limits: Any) -> EnvironmentBatch:
-    pool = EnvironmentPool(tokenizer(), Answers, **LIMITS | limits)
+    pool = EnvironmentPool(byte_tokenizer(TEMPLATE), Answers, **LIMITS | limits)
     return pool.start_batch([{"answer": answer} for answer in given], 1)
 
 
@@ -138,9 +139,9 @@ def test_an_empty_observation_ends_no_episode():
 
 
 def test_rows_and_environments_that_cannot_be_used_are_refused_before_a_run():
-    pool = EnvironmentPool(tokenizer(), Answers, **LIMITS)
+    pool = EnvironmentPool(byte_tokenizer(TEMPLATE), Answers, **LIMITS)
     unused = {"Answers.reset": lambda: pool.check([{"x": 1}]), "KeyError": lambda: pool.start_batch([{"x": 1}], 2)}
-    unused["ZeroDivisionError"] = lambda: EnvironmentPool(tokenizer(), lambda: 1 / 0, **LIMITS)
+    unused["ZeroDivisionError"] = lambda: EnvironmentPool(byte_tokenizer(TEMPLATE), lambda: 1 / 0, **LIMITS)
     for reason, use in unused.items():
         with pytest.raises(UserError, match=rf"^config\.env\b[^\n]*{reason}[^\n]*$"):
             use()

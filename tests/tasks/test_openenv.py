@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tools import LIMITS, call, tokenizer
+from test_tools import LIMITS, TEMPLATE, call
 from test_trl_environments import chat, played, results
+from tiny import byte_tokenizer
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -51,7 +52,7 @@ def openenv(kind: str, sessions: int = 8) -> Iterator[str]:
 
 
 def pool(url: str, **arguments: Any) -> EnvironmentPool:
-    return EnvironmentPool(tokenizer(), lambda: OpenEnv(url=url, **arguments), **LIMITS)
+    return EnvironmentPool(byte_tokenizer(TEMPLATE), lambda: OpenEnv(url=url, **arguments), **LIMITS)
 
 
 def first_metrics(batch: Any, i: int) -> dict[str, float]:

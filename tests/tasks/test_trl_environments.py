@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_tools import LIMITS, call, tokenizer
+from test_tools import LIMITS, TEMPLATE, call
+from tiny import byte_tokenizer
 
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
@@ -146,7 +147,7 @@ class Dice(NoMethods):
 
 
 def pool(factory: Any = HERE + "WordGame") -> EnvironmentPool:
-    return EnvironmentPool(tokenizer(), lambda: Environments(factory=factory), **LIMITS)
+    return EnvironmentPool(byte_tokenizer(TEMPLATE), lambda: Environments(factory=factory), **LIMITS)
 
 
 def chat(**columns: Any) -> dict[str, Any]:
