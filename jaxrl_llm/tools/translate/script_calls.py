@@ -13,12 +13,10 @@ script.py makes keys of the objects that reach the trainer, which the rules in t
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from jaxrl_llm.tools.translate.conversions import FILES
 from jaxrl_llm.tools.translate.interpreter import Interpreter, ScriptObject, is_literal, merged_value, place_of, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS, read_names
@@ -32,7 +30,7 @@ TRAINERS = {f"{name}Trainer": kind for name, kind in TRAINER_KINDS.items()}
 # {argument of TRL's PPO and RLOO until 0.21: its newer name}
 RENAMED_ARGUMENTS = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
 # {class of PEFT, transformers or argparse: (kind of the object that it makes, its value)}
-MADE: dict[str, tuple[str, Any]] = {"LoraConfig": ("adapter", None), "ArgumentParser": ("parser", None)}
+MADE: dict[str, tuple[str, Any]] = {"LoraConfig": ("adapter", "LoraConfig"), "ArgumentParser": ("parser", None)}
 MADE |= {"BitsAndBytesConfig": ("object", "BitsAndBytesConfig")}
 # Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
@@ -47,19 +45,6 @@ def last_part(name: Any) -> str:
     return str(name).rpartition(".")[2]
 
 
-def with_split(source: Any, split: Any) -> Any:
-    """Returns the source of a data set with its split, such as "owner/name@train" of load_dataset(..., split="train").
-
-    source: name of the data set, or the mapping {split: file} of `data_files`. A slice such as "train[:9]" is `Unread`.
-    """
-    if isinstance(source, dict):
-        return source.get(split, Unread(str(split)))
-    if not is_literal(source) or "/" not in source or "@" in source or source.endswith(FILES):
-        return source
-    is_split_name = is_literal(split) and re.fullmatch(r"[\w.-]+", str(split))
-    return f"{source}@{split}" if is_split_name else Unread(f"{source}, {split}")
-
-
 def unread_config(kind: str, node: ast.Call) -> ScriptObject:
     """Returns a config that the script does not make itself, such as one that a parser of the command line returns.
 
@@ -69,12 +54,16 @@ def unread_config(kind: str, node: ast.Call) -> ScriptObject:
     return ScriptObject("config", kind, {f"**{snippet(node)}": Unread(snippet(node))}, node=node)
 
 
+def positional_parameters(function: Any) -> list[ast.arg]:
+    """Returns the parameters of a function that can get a value by their position."""
+    return [*function.args.posonlyargs, *function.args.args]
+
+
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
     def __init__(self, options: dict[str, Any] | None, environment: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.environment = dict(environment)
+        super().__init__(environment)
         self.options = options  # options of the command that starts the script; None if no command is known
         self.own_options = dict(options or {})  # options that are no settings of a config of TRL
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
@@ -94,20 +83,11 @@ class ScriptRun(Interpreter):
                     fields[name] = self.value(value) if value else Unread(name)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     fields[name] = self.value(value)
-        trl_class = next((base for base in bases if last_part(base.value) in CONFIGS | TRAINERS), None)
-        if trl_class is None:
-            return ScriptObject("class", "", fields, node=line)
-        # The methods of the class may change anything of the run.
-        steps = {f"{line.name}()": f"line {line.lineno}: class {line.name} is made of {trl_class.value}"}
-        return ScriptObject("class", trl_class.value, fields, trl_class.steps | steps, line)
-
-    def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
-        """Returns the value of `owner[index]`, such as rows["train"] of a data set, or os.environ["LR"]."""
-        if isinstance(owner, ScriptObject) and owner.value == "os.environ" and index in self.environment:
-            return self.environment[index]
-        if isinstance(owner, ScriptObject) and owner.kind == "rows":
-            return ScriptObject("rows", with_split(owner.value, index), {}, dict(owner.steps))
-        return super().entry(owner, index, node)
+        trl_class = next((base for base in bases if last_part(base.value) in CONFIGS | TRAINERS), ScriptObject("", ""))
+        # The methods of a class of TRL may change anything of the run.
+        step = f"line {line.lineno}: class {line.name} is made of {trl_class.value}"
+        steps = trl_class.steps | {f"{line.name}()": step} if trl_class.value else {}
+        return ScriptObject("class", trl_class.value, fields, steps, line)
 
     def call(self, node: ast.Call) -> Any:
         """Interprets a call by what it calls: a function or class of the script, an imported name or a method."""
@@ -115,7 +95,8 @@ class ScriptRun(Interpreter):
         function = self.attribute(owner, node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
         match function:
             case ScriptObject(kind="function", node=ast.AST()):
-                return self.follow_function(function.node, self.arguments(node), node)
+                names = [parameter.arg for parameter in positional_parameters(function.node)]
+                return self.follow_function(function.node, self.arguments(node, names), node)
             case ScriptObject(kind="class"):
                 return self.instance(function, node)
             case ScriptObject(kind="name"):
@@ -192,10 +173,8 @@ class ScriptRun(Interpreter):
         *parents, name = function.value.split(".")
         foreign, package = function.is_foreign, [*parents, name][0]
         # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
-        ends = [end for end in TRAINERS if name.endswith(end)]
-        trl_trainer = ends[0] if ends and name not in WORDS["untranslated_classes"] else ""
-        trl_class = name if name in CONFIGS else trl_trainer
-        if trl_class:
+        trl_class = name if name in CONFIGS else next((end for end in TRAINERS if name.endswith(end)), "")
+        if trl_class and name not in WORDS["untranslated_classes"]:
             item = self.create_trl_object(trl_class, node)
             unsloth = self.unsloth if function.unsloth is None else function.unsloth
             item.keys |= {"unsloth": unsloth} if item.kind == "config" and unsloth else {}
@@ -268,18 +247,12 @@ class ScriptRun(Interpreter):
         """Follows the body of a function of the script with its arguments bound, and returns its value."""
         if self.depth > 8:
             return self.changing_call(snippet(node), list(arguments.values()), node)
-        positional_names = [x.arg for x in [*function.args.posonlyargs, *function.args.args]]
-        keyword_names = [x.arg for x in function.args.kwonlyargs]
-        defaults = [*zip(positional_names[::-1], function.args.defaults[::-1], strict=False)]
-        defaults += zip(keyword_names, function.args.kw_defaults, strict=True)
-        parameters = {name: Unread(name) for name in positional_names + keyword_names}
-        parameters |= {name: self.value(default) for name, default in defaults if default}
-        # `Interpreter.arguments` names a positional argument by its number: f(model, beta=0.1) has "0" and "beta".
-        unnamed_parameters = [name for name in positional_names if name not in arguments]
-        for name, value in arguments.items():
-            is_position = name.isdigit() and int(name) < len(unnamed_parameters)
-            parameters[unnamed_parameters[int(name)] if is_position else name] = value
-        outer_names, self.names = self.names, self.names | parameters
+        positional = positional_parameters(function)
+        # The last parameters have the defaults.
+        defaults = [None] * (len(positional) - len(function.args.defaults)) + function.args.defaults
+        parameters = zip([*positional, *function.args.kwonlyargs], defaults + function.args.kw_defaults, strict=True)
+        values = {x.arg: self.value(default) if default else Unread(x.arg) for x, default in parameters}
+        outer_names, self.names = self.names, self.names | values | arguments
         outer_returned, self.returned = self.returned, []
         self.depth += 1
         self.follow(function.body)
@@ -316,7 +289,7 @@ class ScriptRun(Interpreter):
         """Interprets get_peft_model: the model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""
         arguments = self.arguments(node, ("model", "peft_config"))
         model = arguments.pop("model", None)
-        unsloth = ScriptObject("adapter", None, read_names("unsloth_lora") | arguments)
+        unsloth = ScriptObject("adapter", "LoraConfig", read_names("unsloth_lora") | arguments)
         return self.add_adapter(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
 
     def add_adapter(self, model: Any, adapter: Any, node: ast.Call) -> Any:
@@ -345,7 +318,8 @@ class ScriptRun(Interpreter):
             return ScriptObject("rows", Unread(snippet(node)))
         elif configuration:
             source = f"{source}:{configuration}"
-        return ScriptObject("rows", with_split(source, arguments["split"]) if "split" in arguments else source)
+        rows = ScriptObject("rows", source)
+        return self.entry(rows, arguments["split"], node) if "split" in arguments else rows
 
     call_load_from_disk = call_load_dataset
 
@@ -425,8 +399,7 @@ class ScriptRun(Interpreter):
         fields = self.instance(entry, node).keys if entry.kind == "class" and not entry.value else {}
         if name not in CONFIGS:
             return ScriptObject("object", name, read_names("parsed_defaults") | fields | self.options)
-        settings = dict(entry.keys) if entry.kind == "class" else {}
-        settings |= {key: x for key, x in self.options.items() if key not in self.own_options}
+        settings = entry.keys | {key: x for key, x in self.options.items() if key not in self.own_options}
         self.items.append(ScriptObject("config", CONFIGS[name], settings, dict(entry.steps), node))
         return self.items[-1]
 
