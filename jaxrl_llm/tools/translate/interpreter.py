@@ -18,6 +18,7 @@ import builtins
 import operator
 import re
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class Interpreter(ABC):
     """Follows statements in the order in which Python runs them. A subclass says what calls mean."""
 
     def __init__(self, environment: Mapping[str, Any]) -> None:
-        self.names: dict[str, Any] = {}
+        self.names: ChainMap[str, Any] = ChainMap()  # those of a function before those of its caller
         self.star = ScriptObject("name", "")  # module of `from module import *`
         self.global_names: set[str] = set()  # names that a function of the script declares global
         self.environment = dict(environment)  # environment variables that the command or the script sets
@@ -203,8 +204,8 @@ class Interpreter(ABC):
         """Binds a target of an assignment, such as a name, an attribute or a tuple, to a value."""
         match target:
             case ast.Name(id=name):
-                old_value = self.names.get(name, value)
-                self.names[name] = merged_value([old_value, value], self.doubt) if self.doubt else value
+                values = [self.names.get(name, value), value]
+                self.names[name] = merged_value(values, self.doubt) if self.doubt else value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 parts = value if isinstance(value, list) and len(value) == len(targets) else [value] * len(targets)
                 for element_target, part in zip(targets, parts, strict=True):

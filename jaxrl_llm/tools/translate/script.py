@@ -64,9 +64,8 @@ def read_script(
         made = ", ".join(f"{name}, which is not translated" for name in other)
         listed = ", ".join(sorted(own_configs))
         raise UserError(f"{path} makes {made or 'no config'}: name a script that calls one of {listed}, or a .sh")
-    lost = list(run.lost)
     if config and any(name.startswith("**") for name in config.keys):
-        lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
+        run.lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
     settings = config.keys | _steps("trainer.args", config) if config else {}
     settings |= {name: run.environment[x] for x, name in TRACKED.items() if x in run.environment}
     keys = {name: key_value(value) for name, value in settings.items()}
@@ -80,7 +79,7 @@ def read_script(
         keys["num_processes"] = None
         run.notes.append(f"{comment!r}: a comment does not decide the number of processes")
     kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
-    return DocumentKeys(keys, lost, run.notes, program=kind, program_text=text)
+    return DocumentKeys(keys, run.lost, run.notes, program=kind, program_text=text)
 
 
 def _config_of(trainer: ScriptObject | None, items: list[ScriptObject]) -> ScriptObject | None:

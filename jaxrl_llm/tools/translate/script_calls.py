@@ -54,11 +54,6 @@ def unread_config(kind: str, node: ast.Call) -> ScriptObject:
     return ScriptObject("config", kind, {f"**{snippet(node)}": Unread(snippet(node))}, node=node)
 
 
-def positional_parameters(function: Any) -> list[ast.arg]:
-    """Returns the parameters of a function that can get a value by their position."""
-    return [*function.args.posonlyargs, *function.args.args]
-
-
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
@@ -68,7 +63,6 @@ class ScriptRun(Interpreter):
         self.own_options = dict(options or {})  # options that are no settings of a config of TRL
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
         self.notes: list[str] = []
-        self.depth = 0  # calls of functions of the script inside each other
 
     def class_of(self, line: ast.ClassDef) -> ScriptObject:
         """Returns a class of the script with the defaults of its fields: {"rate": 0.1} for a line `rate: float = 0.1`.
@@ -79,10 +73,8 @@ class ScriptRun(Interpreter):
         fields = {name: value for base in bases for name, value in base.keys.items()}  # inherited fields
         for entry in line.body:
             match entry:
-                case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                case ast.AnnAssign(target=ast.Name(id=name), value=value) | ast.Assign([ast.Name(id=name)], value):
                     fields[name] = self.value(value) if value else Unread(name)
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    fields[name] = self.value(value)
         trl_class = next((base for base in bases if last_part(base.value) in CONFIGS | TRAINERS), ScriptObject("", ""))
         # The methods of a class of TRL may change anything of the run.
         step = f"line {line.lineno}: class {line.name} is made of {trl_class.value}"
@@ -95,7 +87,7 @@ class ScriptRun(Interpreter):
         function = self.attribute(owner, node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
         match function:
             case ScriptObject(kind="function", node=ast.AST()):
-                names = [parameter.arg for parameter in positional_parameters(function.node)]
+                names = [x.arg for x in [*function.node.args.posonlyargs, *function.node.args.args]]
                 return self.follow_function(function.node, self.arguments(node, names), node)
             case ScriptObject(kind="class"):
                 return self.instance(function, node)
@@ -106,10 +98,9 @@ class ScriptRun(Interpreter):
 
     def method(self, owner: Any, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
         """Returns the value of a call of a method, and records how it changes its object."""
-        first = arguments.get("0")
         match owner:
             case list() if name == "append" and not self.doubt:
-                return owner.append(first)
+                return owner.append(arguments.get("0"))
             case list() if name not in WORDS["reading_methods"]:  # such as insert
                 owner[:] = [Unread(place_of(node))]
             case dict() if name not in WORDS["reading_methods"]:
@@ -245,21 +236,21 @@ class ScriptRun(Interpreter):
 
     def follow_function(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
         """Follows the body of a function of the script with its arguments bound, and returns its value."""
-        if self.depth > 8:
+        # A function may call itself, so calls inside each other end at some depth.
+        if len(self.names.maps) > 9:
             return self.changing_call(snippet(node), list(arguments.values()), node)
-        positional = positional_parameters(function)
+        positional = [*function.args.posonlyargs, *function.args.args]
         # The last parameters have the defaults.
         defaults = [None] * (len(positional) - len(function.args.defaults)) + function.args.defaults
         parameters = zip([*positional, *function.args.kwonlyargs], defaults + function.args.kw_defaults, strict=True)
         values = {x.arg: self.value(default) if default else Unread(x.arg) for x, default in parameters}
-        outer_names, self.names = self.names, self.names | values | arguments
+        self.names = self.names.new_child(values | arguments)
         outer_returned, self.returned = self.returned, []
-        self.depth += 1
         self.follow(function.body)
-        self.depth -= 1
+        inner_names, self.names = self.names, self.names.parents
         # Variables that the function declares global keep their values after the call.
-        outer_names |= {name: self.names[name] for name in self.global_names & self.names.keys()}
-        results, self.returned, self.names = self.returned, outer_returned, outer_names
+        self.names |= {name: inner_names[name] for name in self.global_names & inner_names.keys()}
+        results, self.returned = self.returned, outer_returned
         return merged_value(results, f"{snippet(node)} has several results") if results else None
 
     def call_from_pretrained(self, parent: str, node: ast.Call) -> Any:
