@@ -35,6 +35,8 @@ COMPUTED: dict[type, Callable[..., Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.In: lambda x, y: x in y, ast.NotIn: lambda x, y: x not in y,
+    ast.And: lambda *values: next((value for value in values if not value), values[-1]),
+    ast.Or: lambda *values: next((value for value in values if value), values[-1]),
 }  # fmt: skip
 
 
@@ -348,9 +350,6 @@ class Interpreter(ABC):
             return Unread(snippet(node))
         with suppress(KeyError, TypeError, ValueError, ArithmeticError):
             match node:
-                case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.Compare(ops=[op]):
+                case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.BoolOp(op=op) | ast.Compare(ops=[op]):
                     return COMPUTED[type(op)](*values)
-                case ast.BoolOp(op=op):
-                    is_or = isinstance(op, ast.Or)
-                    return next((value for value in values if bool(value) == is_or), values[-1])
         return Unread(snippet(node))

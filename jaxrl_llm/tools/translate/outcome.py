@@ -138,8 +138,7 @@ class TrainerTable:
 
     def rule(self, key: str) -> Rule:
         """Returns the rule that translates a key. The rule of a key that the table does not have says "unsupported"."""
-        pattern = self._pattern(key)
-        if pattern is not None:
+        if pattern := self._pattern(key):
             return self.rules[pattern]
         close = closest(key, self.rules)
         hint = f"; did you mean {close[0]}?" if close else ""

@@ -29,9 +29,8 @@ CONFIGS = {f"{name}Config": kind for name, kind in TRAINER_KINDS.items()} | {"Tr
 TRAINERS = {f"{name}Trainer": kind for name, kind in TRAINER_KINDS.items()}
 # {argument of TRL's PPO and RLOO until 0.21: its newer name}
 RENAMED_ARGUMENTS = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
-# {class of PEFT, transformers or argparse: (kind of the object that it makes, its value)}
-MADE: dict[str, tuple[str, Any]] = {"LoraConfig": ("adapter", "LoraConfig"), "ArgumentParser": ("parser", None)}
-MADE |= {"BitsAndBytesConfig": ("object", "BitsAndBytesConfig")}
+# {class of PEFT, transformers or argparse: kind of the object that it makes}
+MADE = {"LoraConfig": "adapter", "ArgumentParser": "parser", "BitsAndBytesConfig": "object"}
 # Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
@@ -187,7 +186,7 @@ class ScriptRun(Interpreter):
             return handler(parents[-1] if parents else "", node)
         arguments = self.arguments(node)
         if name in MADE and not foreign:
-            return ScriptObject(*MADE[name], arguments)
+            return ScriptObject(MADE[name], name, arguments)
         if name in CASTS and not foreign and is_literal(arguments):
             with suppress(KeyError, TypeError, ValueError):
                 return CASTS[name](arguments["0"])
@@ -368,7 +367,7 @@ class ScriptRun(Interpreter):
             return Unread(snippet(node))
         if self.options is None:
             self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
-        if parser.value is None:
+        if parser.value == "ArgumentParser":
             given = {option: x for option, x in self.own_options.items() if option in parser.keys}
             options = ScriptObject("object", snippet(node), parser.keys | given)
             return [options, []] if "known" in name else options
