@@ -212,7 +212,5 @@ def reason_lines(reasons: Mapping[str, str]) -> list[str]:
 
 def names_by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     """Returns {reason: names} of {name: reason}."""
-    groups: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault(reason, []).append(name)
-    return groups
+    different = dict.fromkeys(reasons.values())
+    return {reason: [name for name, own_reason in reasons.items() if own_reason == reason] for reason in different}
