@@ -88,8 +88,7 @@ def flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def merge_rounds(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the keys of a command that a loop or a function runs several times. A key with two values is `Unread`."""
     merged_keys: dict[str, Any] = {}
-    all_keys = dict.fromkeys(key for keys in runs for key in keys)
-    for key in all_keys:
+    for key in dict.fromkeys(key for keys in runs for key in keys):
         # The values are compared by `repr`, because lists and mappings have no hash.
         values = list({repr(keys.get(key)): keys.get(key) for keys in runs}.values())
         several = f"the script runs this command {len(runs)} times, with {', '.join(map(str, values))}"

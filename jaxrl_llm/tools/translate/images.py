@@ -101,9 +101,8 @@ def tower(has_adapters: Callable[[Keys], bool], ignored_reason: str = "") -> Rul
     def rule(value: Any, keys: Keys) -> Outcome:
         if has_adapters(keys):
             return Outcome("mapped", {"model.vision": "frozen"}, "only adapters learn, and they are on layers for text")
-        if not value:
-            return Outcome("mapped", {"model.vision": "learns"})
-        return Outcome("changed" if ignored_reason else "mapped", {"model.vision": "frozen"}, ignored_reason)
+        reason = ignored_reason if value else ""
+        return Outcome("changed" if reason else "mapped", {"model.vision": "frozen" if value else "learns"}, reason)
 
     return rule
 

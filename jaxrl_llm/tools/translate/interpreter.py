@@ -16,13 +16,16 @@ from __future__ import annotations
 import ast
 import builtins
 import operator
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.tools.translate.arguments import OPERATORS
+from jaxrl_llm.tools.translate.conversions import FILES
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS
 
@@ -32,6 +35,8 @@ COMPUTED: dict[type, Callable[..., Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.In: lambda x, y: x in y, ast.NotIn: lambda x, y: x not in y,
+    ast.And: lambda *values: next((value for value in values if not value), values[-1]),
+    ast.Or: lambda *values: next((value for value in values if value), values[-1]),
 }  # fmt: skip
 
 
@@ -85,14 +90,27 @@ def merged_value(values: list[Any], reason: str) -> Any:
     return ScriptObject(kind, Unread(reason), {}, {"if()": reason}) if kind else Unread(reason)
 
 
+def with_split(source: Any, split: Any) -> Any:
+    """Returns the source of a data set with its split, such as "owner/name@train" of load_dataset(..., split="train").
+
+    source: name of the data set, or the mapping {split: file} of `data_files`. A slice such as "train[:9]" is `Unread`.
+    """
+    if isinstance(source, dict):
+        return source.get(split, Unread(str(split)))
+    if not is_literal(source) or "/" not in source or "@" in source or source.endswith(FILES):
+        return source
+    is_split_name = is_literal(split) and re.fullmatch(r"[\w.-]+", str(split))
+    return f"{source}@{split}" if is_split_name else Unread(f"{source}, {split}")
+
+
 class Interpreter(ABC):
     """Follows statements in the order in which Python runs them. A subclass says what calls mean."""
 
-    def __init__(self) -> None:
-        self.names: dict[str, Any] = {}
+    def __init__(self, environment: Mapping[str, Any]) -> None:
+        self.names: ChainMap[str, Any] = ChainMap()  # those of a function before those of its caller
         self.star = ScriptObject("name", "")  # module of `from module import *`
         self.global_names: set[str] = set()  # names that a function of the script declares global
-        self.environment: dict[str, Any] = {}  # environment variables that the script sets
+        self.environment = dict(environment)  # environment variables that the command or the script sets
         self.unsloth: Any = False  # whether Unsloth has replaced the classes of TRL; `Unread` if a condition decides
         self.lost: list[str] = []  # lines that change a class or module of another package
         self.doubt = ""  # unknown condition of the block that is followed; "" if the block runs in any case
@@ -169,9 +187,8 @@ class Interpreter(ABC):
     def imported(self, line: ast.Import | ast.ImportFrom) -> None:
         """Binds the names of an import to objects of kind "name", which say what was imported."""
         # A relative import is a module of the user, whatever its name is.
-        is_local = isinstance(line, ast.ImportFrom) and line.level > 0
+        module, is_local = (line.module, line.level > 0) if isinstance(line, ast.ImportFrom) else ("", False)
         for alias in line.names:
-            module = line.module if isinstance(line, ast.ImportFrom) else ""
             full = ".".join(filter(None, [module, alias.name]))
             package = full.split(".")[0]
             if package == "unsloth":
@@ -181,18 +198,16 @@ class Interpreter(ABC):
                 self.star = ScriptObject("name", f"{module}.", is_foreign=foreign)
             # `import a.b` binds the name a.
             binds_package = isinstance(line, ast.Import) and not alias.asname
-            name = package if binds_package else alias.asname or alias.name
+            name, imported = (package, package) if binds_package else (alias.asname or alias.name, full)
             # `from trl import GRPOConfig` before `import unsloth` binds TRL's own class, which stays as it is.
-            self.names[name] = ScriptObject("name", full, is_foreign=foreign, unsloth=self.unsloth)
-            if binds_package:
-                self.names[name] = ScriptObject("name", package, is_foreign=foreign)
+            self.names[name] = ScriptObject("name", imported, is_foreign=foreign, unsloth=self.unsloth)
 
     def bind(self, target: ast.expr, value: Any) -> None:
         """Binds a target of an assignment, such as a name, an attribute or a tuple, to a value."""
         match target:
             case ast.Name(id=name):
-                old_value = self.names.get(name, value)
-                self.names[name] = merged_value([old_value, value], self.doubt) if self.doubt else value
+                values = [self.names.get(name, value), value]
+                self.names[name] = merged_value(values, self.doubt) if self.doubt else value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 parts = value if isinstance(value, list) and len(value) == len(targets) else [value] * len(targets)
                 for element_target, part in zip(targets, parts, strict=True):
@@ -229,12 +244,11 @@ class Interpreter(ABC):
             if isinstance(value, list | dict):
                 items += self.record_change(list(value.values() if isinstance(value, dict) else value), name, node)
             item = value.value if isinstance(value, ScriptObject) and value.kind == "part" else value
-            if not isinstance(item, ScriptObject) or item.kind in ("name", "function", "class", "parser"):
-                continue
-            if item.kind == "object":
-                item.keys = {key: Unread(place_of(node)) for key in item.keys}
-            item.steps.setdefault(name, place_of(node))
-            items.append(item)
+            if isinstance(item, ScriptObject) and item.kind not in ("name", "function", "class", "parser"):
+                if item.kind == "object":
+                    item.keys = {key: Unread(place_of(node)) for key in item.keys}
+                item.steps.setdefault(name, place_of(node))
+                items.append(item)
         return items
 
     def value(self, node: ast.expr) -> Any:
@@ -319,11 +333,14 @@ class Interpreter(ABC):
             return Unread(snippet(node))
         return ScriptObject("part", owner.value if owner.kind == "part" else owner, node=node)
 
-    def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
-        """Returns the value of `owner[index]`; `Unread` if the owner or the index is unknown."""
-        if isinstance(owner, list | dict) and is_literal(index):
+    def entry(self, owner: Any, index: Any, node: ast.expr) -> Any:
+        """Returns the value of `owner[index]`, such as rows["train"] of a data set; `Unread` if it is unknown."""
+        entries = self.environment if isinstance(owner, ScriptObject) and owner.value == "os.environ" else owner
+        if isinstance(entries, list | dict) and is_literal(index):
             with suppress(KeyError, IndexError, TypeError):
-                return owner[index]
+                return entries[index]
+        if isinstance(owner, ScriptObject) and owner.kind == "rows":
+            return ScriptObject("rows", with_split(owner.value, index), {}, dict(owner.steps))
         return owner if isinstance(owner, ScriptObject) and owner.kind == "part" else Unread(snippet(node))
 
     def computed(self, node: ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp) -> Any:
@@ -333,9 +350,6 @@ class Interpreter(ABC):
             return Unread(snippet(node))
         with suppress(KeyError, TypeError, ValueError, ArithmeticError):
             match node:
-                case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.Compare(ops=[op]):
+                case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.BoolOp(op=op) | ast.Compare(ops=[op]):
                     return COMPUTED[type(op)](*values)
-                case ast.BoolOp(op=op):
-                    is_or = isinstance(op, ast.Or)
-                    return next((value for value in values if bool(value) == is_or), values[-1])
         return Unread(snippet(node))

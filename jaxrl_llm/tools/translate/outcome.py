@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from jaxrl_llm.config.names import closest
@@ -137,8 +138,7 @@ class TrainerTable:
 
     def rule(self, key: str) -> Rule:
         """Returns the rule that translates a key. The rule of a key that the table does not have says "unsupported"."""
-        pattern = self._pattern(key)
-        if pattern is not None:
+        if pattern := self._pattern(key):
             return self.rules[pattern]
         close = closest(key, self.rules)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -247,19 +247,15 @@ def translate(
         """Translates the file with the defaults of one release of the trainer."""
         own_table, own_values, own_notes = with_defaults_of(at, table, values, current)
         keys = Keys(own_values, own_table.defaults, rows=rows, processes=processes)
-        outcomes = {
-            key: Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set") for key in values
-        }
+        reasons = {key: f"{origins[names[key]]}, another name of it, is set" for key in values}
+        outcomes = {key: Outcome("no effect", reason=reason) for key, reason in reasons.items()}
         outcomes |= {key: _outcome(name, current[name], own_table, keys) for name, key in origins.items()}
         # A key that the table does not have is no error if other keys refer to it, because its value is theirs.
         outcomes |= {key: REFERENCE_ONLY for key in referred & outcomes.keys() if not table.knows(key)}
         # Keys of later versions are refused in the file, but their defaults count.
         default_table = replace(own_table, absent=())
-        defaults = {
-            key: _outcome(key, own_values.get(key, value), default_table, keys)
-            for key, value in (own_table.defaults | own_values).items()
-            if key not in origins
-        }
+        unset = {key: value for key, value in (own_table.defaults | own_values).items() if key not in origins}
+        defaults = {key: _outcome(key, value, default_table, keys) for key, value in unset.items()}
         return Translation(own_table, own_table.base(keys), outcomes, defaults, (*notes, *own_notes))
 
     translations = {at: translated_at(at) for at in possible}
@@ -313,14 +309,11 @@ def differing_fields(translations: Mapping[Release, Translation]) -> dict[str, s
     off = {name for fields in fields_by_release.values() for name, value in fields.items() if value is None}
     differing: dict[str, str] = {}
     for name in dict.fromkeys(name for fields in fields_by_release.values() for name in fields):
-        if name.rpartition(".")[0] in off:
-            continue
-        spans: list[tuple[str, Release]] = []  # values of the field, each with the last release that has it
-        for at, fields in fields_by_release.items():
-            # A section that is not None has no value of its own.
-            text = repr(fields[name]) if name in fields else "a section"
-            spans[-1:] = [(text, at)] if spans and spans[-1][0] == text else [*spans[-1:], (text, at)]
-        if len(spans) > 1:
+        # A section that is not None has no value of its own.
+        texts = {at: repr(fields[name]) if name in fields else "a section" for at, fields in fields_by_release.items()}
+        # Values of the field, each with the last release that has it.
+        spans = [(text, list(releases)[-1]) for text, releases in groupby(texts, texts.__getitem__)]
+        if len(spans) > 1 and name.rpartition(".")[0] not in off:
             older = [f"{text} until {release_name(last)}" for text, last in spans[:-1]]
             differing[name] = f"{', '.join(older)}, then {spans[-1][0]}"
     return differing
@@ -340,13 +333,9 @@ def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:
         raise UserError(
             f"{key} = {value!r} cannot be translated ({error}): set it{depends} to a value that {table.name} accepts"
         ) from error
-    return _with_unknown_fields(key, outcome, unread_keys, table, keys) if unread_keys else outcome
-
-
-def _with_unknown_fields(
-    key: str, outcome: Outcome, unread_keys: list[str], table: TrainerTable, keys: Keys
-) -> Outcome:
-    """Marks the fields of an outcome as unknown, because its rule asked for keys whose values cannot be read."""
+    # The fields of a rule that asked for keys whose values cannot be read are unknown.
+    if not unread_keys:
+        return outcome
     causes = ", ".join(f"{unread_key} = {keys.values[unread_key]}" for unread_key in unread_keys)
     depends = f"it depends on {', '.join(unread_keys)}, which the file does not say"
     reason = "; ".join(filter(None, [outcome.reason, depends]))

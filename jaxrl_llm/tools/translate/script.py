@@ -26,11 +26,9 @@ TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
 # A comment about several processes, such as "accelerate launch --num_processes 8", "run with 8 GPUs" or "4x A100".
 SEVERAL_PROCESSES = re.compile(
-    r"(num_processes|nproc[_-]per[_-]node|num_gpus)[= ]+([2-9]|\d\d)|"
+    r"(?i)(num_processes|nproc[_-]per[_-]node|num_gpus)[= ]+([2-9]|\d\d)|"
     # No memory of a GPU, such as "24 GB GPUs".
-    r"(?<![\d.])([2-9]|[1-9]\d{1,3}) ?(x ?)?(?!Gi?B\b)([A-Za-z][\w-]* )?GPUs\b|"
-    r"(?<![\d.])([2-9]|[1-9]\d{1,3}) ?x ?[ABH]\d{2,3}\b",
-    re.IGNORECASE,
+    r"(?<![\d.])([2-9]|[1-9]\d{1,3}) ?((x ?)?(?!Gi?B\b)([A-Za-z][\w-]* )?GPUs|x ?[ABH]\d{2,3})\b"
 )
 
 
@@ -57,7 +55,8 @@ def read_script(
         lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
-    run = _followed(tree, options, environment or {})
+    run = script_calls.ScriptRun(options, environment or {})
+    _follow(tree, run)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
     config = _config_of(trainer, run.items)
     if not trainer and not config:
@@ -65,9 +64,8 @@ def read_script(
         made = ", ".join(f"{name}, which is not translated" for name in other)
         listed = ", ".join(sorted(own_configs))
         raise UserError(f"{path} makes {made or 'no config'}: name a script that calls one of {listed}, or a .sh")
-    lost = list(run.lost)
     if config and any(name.startswith("**") for name in config.keys):
-        lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
+        run.lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
     settings = config.keys | _steps("trainer.args", config) if config else {}
     settings |= {name: run.environment[x] for x, name in TRACKED.items() if x in run.environment}
     keys = {name: key_value(value) for name, value in settings.items()}
@@ -81,7 +79,7 @@ def read_script(
         keys["num_processes"] = None
         run.notes.append(f"{comment!r}: a comment does not decide the number of processes")
     kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
-    return DocumentKeys(keys, lost, run.notes, program=kind, program_text=text)
+    return DocumentKeys(keys, run.lost, run.notes, program=kind, program_text=text)
 
 
 def _config_of(trainer: ScriptObject | None, items: list[ScriptObject]) -> ScriptObject | None:
@@ -106,11 +104,8 @@ def _comment_on_processes(tree: ast.Module, text: str) -> str:
     return next((line.strip() for line in lines if SEVERAL_PROCESSES.search(line)), "")
 
 
-def _followed(
-    tree: ast.Module, options: dict[str, Any] | None, environment: Mapping[str, Any]
-) -> script_calls.ScriptRun:
+def _follow(tree: ast.Module, run: script_calls.ScriptRun) -> None:
     """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
-    run = script_calls.ScriptRun(options, environment)
     with suppress(script_calls.TrainingStarts):
         run.follow(tree.body)
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
@@ -119,8 +114,7 @@ def _followed(
         is_needed = not any(item.kind == "trainer" for item in run.items)
         if is_needed and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys():
             with suppress(script_calls.TrainingStarts):
-                run.follow_function(function, dict(options or {}), function)
-    return run
+                run.follow_function(function, dict(run.options or {}), function)
 
 
 def _called_name(call: ast.Call) -> str:
@@ -152,10 +146,7 @@ def argument_keys(name: str, value: Any) -> dict[str, Any]:
         steps = ", ".join(step for step in value.steps if step != "if()")
         source = value.value.get("train", Unread(str(value.value))) if isinstance(value.value, dict) else value.value
         return {name: key_value(source)} | ({f"{name}.steps": steps} if steps else {})
-    if kind == "adapter":
-        keys = {name: "LoraConfig" if value.value is None else value.value}
-    else:
-        keys = {name: value.value if kind in ("model", "tokenizer") else Unread(str(value.value))}
+    keys = {name: value.value if kind in ("adapter", "model", "tokenizer") else Unread(str(value.value))}
     for key, part in value.keys.items():
         if key == "peft_config":
             keys |= argument_keys("trainer.peft_config", part)

@@ -13,12 +13,10 @@ script.py makes keys of the objects that reach the trainer, which the rules in t
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from jaxrl_llm.tools.translate.conversions import FILES
 from jaxrl_llm.tools.translate.interpreter import Interpreter, ScriptObject, is_literal, merged_value, place_of, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS, read_names
@@ -31,9 +29,8 @@ CONFIGS = {f"{name}Config": kind for name, kind in TRAINER_KINDS.items()} | {"Tr
 TRAINERS = {f"{name}Trainer": kind for name, kind in TRAINER_KINDS.items()}
 # {argument of TRL's PPO and RLOO until 0.21: its newer name}
 RENAMED_ARGUMENTS = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
-# {class of PEFT, transformers or argparse: (kind of the object that it makes, its value)}
-MADE: dict[str, tuple[str, Any]] = {"LoraConfig": ("adapter", None), "ArgumentParser": ("parser", None)}
-MADE |= {"BitsAndBytesConfig": ("object", "BitsAndBytesConfig")}
+# {class of PEFT, transformers or argparse: kind of the object that it makes}
+MADE = {"LoraConfig": "adapter", "ArgumentParser": "parser", "BitsAndBytesConfig": "object"}
 # Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
@@ -45,19 +42,6 @@ class TrainingStarts(Exception):
 def last_part(name: Any) -> str:
     """Returns the last part of a dotted name, such as "GRPOTrainer" of "trl.GRPOTrainer"."""
     return str(name).rpartition(".")[2]
-
-
-def with_split(source: Any, split: Any) -> Any:
-    """Returns the source of a data set with its split, such as "owner/name@train" of load_dataset(..., split="train").
-
-    source: name of the data set, or the mapping {split: file} of `data_files`. A slice such as "train[:9]" is `Unread`.
-    """
-    if isinstance(source, dict):
-        return source.get(split, Unread(str(split)))
-    if not is_literal(source) or "/" not in source or "@" in source or source.endswith(FILES):
-        return source
-    is_split_name = is_literal(split) and re.fullmatch(r"[\w.-]+", str(split))
-    return f"{source}@{split}" if is_split_name else Unread(f"{source}, {split}")
 
 
 def unread_config(kind: str, node: ast.Call) -> ScriptObject:
@@ -73,13 +57,11 @@ class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
     def __init__(self, options: dict[str, Any] | None, environment: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.environment = dict(environment)
+        super().__init__(environment)
         self.options = options  # options of the command that starts the script; None if no command is known
         self.own_options = dict(options or {})  # options that are no settings of a config of TRL
         self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
         self.notes: list[str] = []
-        self.depth = 0  # calls of functions of the script inside each other
 
     def class_of(self, line: ast.ClassDef) -> ScriptObject:
         """Returns a class of the script with the defaults of its fields: {"rate": 0.1} for a line `rate: float = 0.1`.
@@ -90,24 +72,13 @@ class ScriptRun(Interpreter):
         fields = {name: value for base in bases for name, value in base.keys.items()}  # inherited fields
         for entry in line.body:
             match entry:
-                case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                case ast.AnnAssign(target=ast.Name(id=name), value=value) | ast.Assign([ast.Name(id=name)], value):
                     fields[name] = self.value(value) if value else Unread(name)
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    fields[name] = self.value(value)
-        trl_class = next((base for base in bases if last_part(base.value) in CONFIGS | TRAINERS), None)
-        if trl_class is None:
-            return ScriptObject("class", "", fields, node=line)
-        # The methods of the class may change anything of the run.
-        steps = {f"{line.name}()": f"line {line.lineno}: class {line.name} is made of {trl_class.value}"}
-        return ScriptObject("class", trl_class.value, fields, trl_class.steps | steps, line)
-
-    def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
-        """Returns the value of `owner[index]`, such as rows["train"] of a data set, or os.environ["LR"]."""
-        if isinstance(owner, ScriptObject) and owner.value == "os.environ" and index in self.environment:
-            return self.environment[index]
-        if isinstance(owner, ScriptObject) and owner.kind == "rows":
-            return ScriptObject("rows", with_split(owner.value, index), {}, dict(owner.steps))
-        return super().entry(owner, index, node)
+        trl_class = next((base for base in bases if last_part(base.value) in CONFIGS | TRAINERS), ScriptObject("", ""))
+        # The methods of a class of TRL may change anything of the run.
+        step = f"line {line.lineno}: class {line.name} is made of {trl_class.value}"
+        steps = trl_class.steps | {f"{line.name}()": step} if trl_class.value else {}
+        return ScriptObject("class", trl_class.value, fields, steps, line)
 
     def call(self, node: ast.Call) -> Any:
         """Interprets a call by what it calls: a function or class of the script, an imported name or a method."""
@@ -115,7 +86,8 @@ class ScriptRun(Interpreter):
         function = self.attribute(owner, node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
         match function:
             case ScriptObject(kind="function", node=ast.AST()):
-                return self.follow_function(function.node, self.arguments(node), node)
+                names = [x.arg for x in [*function.node.args.posonlyargs, *function.node.args.args]]
+                return self.follow_function(function.node, self.arguments(node, names), node)
             case ScriptObject(kind="class"):
                 return self.instance(function, node)
             case ScriptObject(kind="name"):
@@ -125,10 +97,9 @@ class ScriptRun(Interpreter):
 
     def method(self, owner: Any, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
         """Returns the value of a call of a method, and records how it changes its object."""
-        first = arguments.get("0")
         match owner:
             case list() if name == "append" and not self.doubt:
-                return owner.append(first)
+                return owner.append(arguments.get("0"))
             case list() if name not in WORDS["reading_methods"]:  # such as insert
                 owner[:] = [Unread(place_of(node))]
             case dict() if name not in WORDS["reading_methods"]:
@@ -192,10 +163,8 @@ class ScriptRun(Interpreter):
         *parents, name = function.value.split(".")
         foreign, package = function.is_foreign, [*parents, name][0]
         # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
-        ends = [end for end in TRAINERS if name.endswith(end)]
-        trl_trainer = ends[0] if ends and name not in WORDS["untranslated_classes"] else ""
-        trl_class = name if name in CONFIGS else trl_trainer
-        if trl_class:
+        trl_class = name if name in CONFIGS else next((end for end in TRAINERS if name.endswith(end)), "")
+        if trl_class and name not in WORDS["untranslated_classes"]:
             item = self.create_trl_object(trl_class, node)
             unsloth = self.unsloth if function.unsloth is None else function.unsloth
             item.keys |= {"unsloth": unsloth} if item.kind == "config" and unsloth else {}
@@ -217,7 +186,7 @@ class ScriptRun(Interpreter):
             return handler(parents[-1] if parents else "", node)
         arguments = self.arguments(node)
         if name in MADE and not foreign:
-            return ScriptObject(*MADE[name], arguments)
+            return ScriptObject(MADE[name], name, arguments)
         if name in CASTS and not foreign and is_literal(arguments):
             with suppress(KeyError, TypeError, ValueError):
                 return CASTS[name](arguments["0"])
@@ -266,27 +235,21 @@ class ScriptRun(Interpreter):
 
     def follow_function(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
         """Follows the body of a function of the script with its arguments bound, and returns its value."""
-        if self.depth > 8:
+        # A function may call itself, so calls inside each other end at some depth.
+        if len(self.names.maps) > 9:
             return self.changing_call(snippet(node), list(arguments.values()), node)
-        positional_names = [x.arg for x in [*function.args.posonlyargs, *function.args.args]]
-        keyword_names = [x.arg for x in function.args.kwonlyargs]
-        defaults = [*zip(positional_names[::-1], function.args.defaults[::-1], strict=False)]
-        defaults += zip(keyword_names, function.args.kw_defaults, strict=True)
-        parameters = {name: Unread(name) for name in positional_names + keyword_names}
-        parameters |= {name: self.value(default) for name, default in defaults if default}
-        # `Interpreter.arguments` names a positional argument by its number: f(model, beta=0.1) has "0" and "beta".
-        unnamed_parameters = [name for name in positional_names if name not in arguments]
-        for name, value in arguments.items():
-            is_position = name.isdigit() and int(name) < len(unnamed_parameters)
-            parameters[unnamed_parameters[int(name)] if is_position else name] = value
-        outer_names, self.names = self.names, self.names | parameters
+        positional = [*function.args.posonlyargs, *function.args.args]
+        # The last parameters have the defaults.
+        defaults = [None] * (len(positional) - len(function.args.defaults)) + function.args.defaults
+        parameters = zip([*positional, *function.args.kwonlyargs], defaults + function.args.kw_defaults, strict=True)
+        values = {x.arg: self.value(default) if default else Unread(x.arg) for x, default in parameters}
+        self.names = self.names.new_child(values | arguments)
         outer_returned, self.returned = self.returned, []
-        self.depth += 1
         self.follow(function.body)
-        self.depth -= 1
+        inner_names, self.names = self.names, self.names.parents
         # Variables that the function declares global keep their values after the call.
-        outer_names |= {name: self.names[name] for name in self.global_names & self.names.keys()}
-        results, self.returned, self.names = self.returned, outer_returned, outer_names
+        self.names |= {name: inner_names[name] for name in self.global_names & inner_names.keys()}
+        results, self.returned = self.returned, outer_returned
         return merged_value(results, f"{snippet(node)} has several results") if results else None
 
     def call_from_pretrained(self, parent: str, node: ast.Call) -> Any:
@@ -316,7 +279,7 @@ class ScriptRun(Interpreter):
         """Interprets get_peft_model: the model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""
         arguments = self.arguments(node, ("model", "peft_config"))
         model = arguments.pop("model", None)
-        unsloth = ScriptObject("adapter", None, read_names("unsloth_lora") | arguments)
+        unsloth = ScriptObject("adapter", "LoraConfig", read_names("unsloth_lora") | arguments)
         return self.add_adapter(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
 
     def add_adapter(self, model: Any, adapter: Any, node: ast.Call) -> Any:
@@ -345,7 +308,8 @@ class ScriptRun(Interpreter):
             return ScriptObject("rows", Unread(snippet(node)))
         elif configuration:
             source = f"{source}:{configuration}"
-        return ScriptObject("rows", with_split(source, arguments["split"]) if "split" in arguments else source)
+        rows = ScriptObject("rows", source)
+        return self.entry(rows, arguments["split"], node) if "split" in arguments else rows
 
     call_load_from_disk = call_load_dataset
 
@@ -403,7 +367,7 @@ class ScriptRun(Interpreter):
             return Unread(snippet(node))
         if self.options is None:
             self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
-        if parser.value is None:
+        if parser.value == "ArgumentParser":
             given = {option: x for option, x in self.own_options.items() if option in parser.keys}
             options = ScriptObject("object", snippet(node), parser.keys | given)
             return [options, []] if "known" in name else options
@@ -425,8 +389,7 @@ class ScriptRun(Interpreter):
         fields = self.instance(entry, node).keys if entry.kind == "class" and not entry.value else {}
         if name not in CONFIGS:
             return ScriptObject("object", name, read_names("parsed_defaults") | fields | self.options)
-        settings = dict(entry.keys) if entry.kind == "class" else {}
-        settings |= {key: x for key, x in self.options.items() if key not in self.own_options}
+        settings = entry.keys | {key: x for key, x in self.options.items() if key not in self.own_options}
         self.items.append(ScriptObject("config", CONFIGS[name], settings, dict(entry.steps), node))
         return self.items[-1]
 

@@ -123,13 +123,7 @@ def read_names(section: str) -> dict[str, Any]:
 
 
 def trainer_table(
-    name: str,
-    version: str,
-    rows: Mapping[str, Row],
-    module: Mapping[str, Any],
-    base: Callable[[Keys], str],
-    *,
-    as_of: Release = (),
+    name: str, version: str, rows: dict[str, Row], module: dict[str, Any], base: Callable[..., str], as_of: Release = ()
 ) -> TrainerTable:
     """Makes the translation table of a trainer from its rows, with the rules that they name.
 
@@ -140,12 +134,9 @@ def trainer_table(
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
     current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
     former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
-    since: dict[str, Release] = {}
-    until: dict[str, Release] = {}
-    for key, row in rows.items():
-        first, _, last = row.versions.partition("-")
-        since |= {key: release(first)} if first else {}
-        until |= {key: release(last)} if last else {}
+    spans = {key: row.versions.partition("-") for key, row in rows.items()}
+    since = {key: release(first) for key, (first, _, _) in spans.items() if first}
+    until = {key: release(last) for key, (_, _, last) in spans.items() if last}
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
     history = {key: older_defaults(row.was) for key, row in current.items() if row.was}
     releases = Releases(name.lower().partition("'")[0], history, since, until)

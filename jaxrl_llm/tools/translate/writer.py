@@ -139,9 +139,8 @@ def _origin(translation: Translation, name: str) -> str:
         # A key that sets many fields, such as the batch size, explains each of them less well.
         return min(explicit, key=lambda key: len(translation.outcomes[key].fields))
     # The value of a field that is the user's to set is a placeholder, and no default.
-    if name in translation.user_tasks():
-        return ""
-    return "default" if any(name in outcome.fields for outcome in translation.defaults.values()) else ""
+    has_default = any(name in outcome.fields for outcome in translation.defaults.values())
+    return "default" if has_default and name not in translation.user_tasks() else ""
 
 
 def _comments(translation: Translation, name: str) -> tuple[list[str], set[str]]:
@@ -154,10 +153,9 @@ def _comments(translation: Translation, name: str) -> tuple[list[str], set[str]]
 
     explained = reasons_of_first_fields(translation.outcomes, "mapped", "changed")
     comments = [f"{line}." for line in reason_lines(explained)]
-    explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
-    for key, reason in reasons_of_first_fields(translation.defaults, "changed").items():
-        if next(iter(translation.defaults[key].fields)) not in explicit:
-            comments.append(f"{key} has its default: {reason}." if "(" not in key else f"{reason.capitalize()}.")
+    is_explicit = any(name in outcome.fields for outcome in translation.outcomes.values())
+    for key, reason in reasons_of_first_fields({} if is_explicit else translation.defaults, "changed").items():
+        comments.append(f"{key} has its default: {reason}." if "(" not in key else f"{reason.capitalize()}.")
     tasks = translation.user_tasks()
     comments += [f"Yours to set: {tasks[name]}."] if name in tasks else []
     if name == "eval":
@@ -214,7 +212,5 @@ def reason_lines(reasons: Mapping[str, str]) -> list[str]:
 
 def names_by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     """Returns {reason: names} of {name: reason}."""
-    groups: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault(reason, []).append(name)
-    return groups
+    different = dict.fromkeys(reasons.values())
+    return {reason: [name for name, own_reason in reasons.items() if own_reason == reason] for reason in different}
