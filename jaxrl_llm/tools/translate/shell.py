@@ -10,10 +10,11 @@ and a variable whose value depends on the branch is unknown afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import dropwhile
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
@@ -90,10 +91,9 @@ class ShellRun(ShellVariables):
     functions: {name: index of its body}.
     commands: all commands that may run.
     files: {name: text} of files that the script writes, and of other heredocs.
-    followed_heredocs: heredocs whose text becomes a file or the value of a variable.
     notes: sentences about files that the script sources.
     nested_scripts: texts that the script runs as scripts, as in `bash -c "…"`. They are not followed.
-    patterns: positions of the patterns of `case`.
+    settled: positions of heredocs whose text becomes a file or the value of a variable, and of the patterns of `case`.
     local_names: local variables of the function that is followed.
     exported_names: variables that commands get in their environment.
     exports_all: whether each variable that is set is exported, after `set -a`.
@@ -113,8 +113,7 @@ class ShellRun(ShellVariables):
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     nested_scripts: list[str] = field(default_factory=list)
-    followed_heredocs: list[Heredoc] = field(default_factory=list)
-    patterns: set[int] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)
     exported_names: set[str] = field(default_factory=set)
     exports_all: bool = False
@@ -168,7 +167,8 @@ class ShellRun(ShellVariables):
             status = self.chain()
 
     def body(self, end: str) -> Status:
-        """Follows commands up to the keyword that ends them, and moves behind this keyword."""
+        """Follows commands between a keyword, which is next, and the keyword that ends them."""
+        self.index += 1
         status = self.block()
         self.expect(end)
         return status
@@ -178,8 +178,7 @@ class ShellRun(ShellVariables):
         before = dict(self.variables), self.halted
         status = self.pipeline()
         while (sign := self.peek()) in ("&&", "||"):
-            self.index += 1
-            self.skip("\n")
+            self.skip("&&", "||", "\n")
             choice = Choice(self.variables)
             self.branch(choice, status if sign == "&&" else shell_test.negated(status), self.pipeline)
             status = status if choice.is_open else self.chosen(choice)
@@ -193,24 +192,27 @@ class ShellRun(ShellVariables):
         status = self.command()
         while self.peek() in ("|", "|&"):
             self.variables, self.halted = before
-            self.index += 1
-            self.skip("\n")
+            self.skip("|", "|&", "\n")
             status, _ = self.apart(self.command, self.variables)
         return status
 
+    @contextmanager
+    def changed(self, **values: Any) -> Iterator[None]:
+        """Sets fields of the run for a block, and then gives them their former values again."""
+        outer_values = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        yield
+        vars(self).update(outer_values)
+
     def apart(self, follow: Callable[[], Status], variables: Variables) -> tuple[Status, Variables]:
         """Follows a block that leaves nothing behind. Returns its status, and its variables after it."""
-        outer = self.variables, self.halted
-        self.variables = dict(variables)
-        status, after = follow(), self.variables
-        self.variables, self.halted = outer
-        return status, after
+        with self.changed(variables=dict(variables), halted=self.halted):
+            return follow(), self.variables
 
     def passed(self, follow: Callable[[], Status]) -> None:
         """Moves behind a block that does not run."""
-        outer, self.halted = self.halted, self.halted or "the branch is not taken"
-        follow()
-        self.halted = outer
+        with self.changed(halted=self.halted or "the branch is not taken"):
+            follow()
 
     def branch(self, choice: Choice, holds: Status, follow: Callable[[], Status]) -> None:
         """Follows a block of a choice if its condition holds, or moves behind it. If that is unknown, it may run."""
@@ -220,10 +222,8 @@ class ShellRun(ShellVariables):
             choice.is_decided, choice.status = True, follow()
         else:
             # An `exit` in a block that may not run ends the block alone, and not the script.
-            self.doubts += 1
-            _, after = self.apart(follow, choice.before)
-            self.doubts -= 1
-            choice.after.append(after)
+            with self.changed(doubts=self.doubts + 1):
+                choice.after.append(self.apart(follow, choice.before)[1])
 
     def chosen(self, choice: Choice, *, has_else: bool = False) -> Status:
         """Returns the status of a choice. A variable becomes unknown if its value depends on the block that runs."""
@@ -253,7 +253,6 @@ class ShellRun(ShellVariables):
             case "for":
                 return self.for_loop()
             case "while" | "until":
-                self.index += 1
                 status = self.body("do")
                 return self.unknown_rounds(status if name == "while" else shell_test.negated(status))
             case "case":
@@ -261,12 +260,9 @@ class ShellRun(ShellVariables):
             case "[[":
                 return self.test()
             case "{":
-                self.index += 1
                 return self.body("}")
             case "(":
-                self.index += 1
-                status, _ = self.apart(lambda: self.body(")"), self.variables)
-                return status
+                return self.apart(lambda: self.body(")"), self.variables)[0]
             case "!":
                 self.index += 1
                 return shell_test.negated(self.command())
@@ -300,7 +296,7 @@ class ShellRun(ShellVariables):
     def for_loop(self) -> Status:
         """Follows a `for` loop once for each word. The number of rounds of `for ((…))` is unknown."""
         self.index += 1
-        variable, values = self.take_word(), list(self.variables["@"])
+        variable, values = self.take_word(), [] if self.halted else list(self.variables["@"])
         self.skip("\n")
         if self.keyword() == "in":
             self.index += 1
@@ -314,16 +310,16 @@ class ShellRun(ShellVariables):
             self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
             return self.unknown_rounds(None)
         body = self.index
-        for value in () if self.halted else values:
+        # A loop without a round moves behind its body too.
+        self.passed(self.block)
+        for value in values:
             self.index = body
             self.variables[variable.plain] = [value]
             self.block()
             self.halted = "" if self.halted == "continue" else self.halted
             if self.halted:
                 break
-        if self.index == body:
-            self.passed(self.block)  # there is no round
-        else:
+        if values:
             self.halted = "" if self.halted == "break" else self.halted
             self.meet()
         self.expect("done")
@@ -362,7 +358,7 @@ class ShellRun(ShellVariables):
                 patterns.append(self.take_word())
             self.expect(")")
             # A pattern is no word of a command, although --rate) looks like a flag.
-            self.patterns |= {pattern.position for pattern in patterns}
+            self.settled |= {pattern.position for pattern in patterns}
             tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
             statuses = [shell_test.status(test) for test in tests]
             self.branch(choice, True if True in statuses else None if None in statuses else False, self.block)
@@ -448,7 +444,7 @@ class ShellRun(ShellVariables):
         if writes or (heredoc and not reads):
             name = output.lstrip(">|").strip() if writes else f"heredoc {len(self.files)}"
             self.files[name] = self.files.get(name, "") * output.startswith(">>") + text
-        self.followed_heredocs += [heredoc] if heredoc and (reads or writes) else []
+        self.settled |= {heredoc.position} if heredoc and (reads or writes) else set()
 
     def run(self, command: ShellCommand) -> Status:
         """Follows the builtins of the shell and functions of the script, and records any other command."""
@@ -483,19 +479,14 @@ class ShellRun(ShellVariables):
 
     def call(self, body: int, arguments: list[str]) -> Status:
         """Follows the body of a function, which has arguments and local variables of its own."""
-        outer, departures = (self.index, self.variables, self.local_names), self.departures
-        self.index, self.variables, self.local_names = body, self.variables | {"@": arguments}, {"@"}
-        self.departures = []
-        self.depth += 1
-        status = self.command()
-        self.meet()
-        self.depth -= 1
-        if self.halted == "return":
-            self.halted = ""
-        changed, local_names = self.variables, self.local_names
-        self.index, self.variables, self.local_names = outer
-        self.departures = departures
+        outer = self.variables
+        own_fields = dict(variables=outer | {"@": arguments}, local_names={"@"}, departures=[], depth=self.depth + 1)
+        with self.changed(index=body, **own_fields):
+            status = self.command()
+            self.meet()
+            variables, local_names = self.variables, self.local_names
+        self.halted = "" if self.halted == "return" else self.halted
         # Local variables have their former values again, or none.
-        outer_values = {name: value for name, value in self.variables.items() if name in local_names}
-        self.variables = {name: x for name, x in changed.items() if name not in local_names} | outer_values
+        self.variables = {name: x for name, x in variables.items() if name not in local_names}
+        self.variables |= {name: x for name, x in outer.items() if name in local_names}
         return status
