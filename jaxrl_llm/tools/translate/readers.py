@@ -23,14 +23,19 @@ from jaxrl_llm.tools.translate.table import SENTENCES, read_names
 
 # A key of any trainer, or of a script of TRL, such as trainer.model.my_function().
 KEY = re.compile(r"[\w./@-]+|(trainer\.|[*][*]).*")
-# An argument section.key=value of veRL, EasyR1 or Search-R1.
-SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 # A module of Python, as after `python -m`.
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# Trainers whose keys have sections, as in actor_rollout_ref.actor.optim.lr.
-SECTION_TRAINERS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
+# Trainers whose keys have sections, as in actor_rollout_ref.actor.optim.lr, and patterns of keys that show the trainer.
+# EasyR1 and Search-R1 come first, because they were made from veRL and keep most of its keys.
+SECTION_TRAINERS = (
+    (easyr1.EASYR1, ("worker.*",)),
+    (search_r1.SEARCH_R1, search_r1.OWN_KEYS),
+    (verl.VERL, ("actor_rollout_ref.*",)),
+)
 # First words of these keys, such as actor_rollout_ref.
-FIRST_SECTIONS = {key.split(".")[0] for table in SECTION_TRAINERS for key in table.rules if "." in key}
+FIRST_SECTIONS = {key.split(".")[0] for table, _ in SECTION_TRAINERS for key in table.rules if "." in key}
+# An argument section.key=value of these trainers.
+SECTION_ARGUMENT = re.compile(rf"[+~]*({'|'.join(map(re.escape, FIRST_SECTIONS))})(\.[\w-]+)+=.*", re.DOTALL)
 # {pattern of the file of a program that the tables describe: what it does besides its options}
 KNOWN_PROGRAMS = read_names("programs")
 # {part of the name of a TRL program: key of trl.TRL_TRAINERS}
@@ -65,8 +70,6 @@ class ForeignConfig:
 
 def read(path: Path) -> ForeignConfig:
     """Reads a config or script of another trainer. Raises: UserError, if it is unreadable or of no known trainer."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file: name a config or script of TRL, veRL, EasyR1 or Search-R1")
     try:
         return _read(path, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +84,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
     if path.suffix == ".py":
         keys = read_script(path, text)
     elif is_document:
-        keys = documents.with_references(documents.read_document(path, text))
+        keys = documents.with_references(documents.read_document(path, text), {})
     else:
         keys = _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
@@ -113,30 +116,21 @@ def pinned_version(table: TrainerTable, text: str) -> str:
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> TrainerTable:
     """Returns the trainer of the keys. lost: lines that belong to no key. Raises: UserError, if no trainer has them."""
-    # EasyR1 and Search-R1 are tried first, because they were made from veRL and keep most of its keys.
-    if any(key.startswith("worker.") for key in keys):
-        return easyr1.EASYR1
-    if any(matches(key, search_r1.OWN_KEYS) for key in keys):
-        return search_r1.SEARCH_R1
-    if any(key.startswith("actor_rollout_ref.") for key in keys):
-        return verl.VERL
+    for table, patterns in SECTION_TRAINERS:
+        if any(matches(key, patterns) for key in keys):
+            return table
     # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
-    kinds = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
-    best = max((trl.TRL_TRAINERS[kind] for kind in kinds), key=lambda table: _count_known_keys(table, keys))
-    if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
+    tables = [trl.TRL_TRAINERS[kind] for kind in sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)]
+    counts = [sum(table.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys) for table in tables]
+    if 2 * max(counts) < max(len(keys), 1):
         first_keys = f"its first keys are {', '.join(list(keys)[:3])}" if keys else "it has no keys"
         unread_line = f"; this line was not read as a setting: {lost[0]}" if lost else ""
         raise UserError(
             f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1 ({first_keys}{unread_line}): name a config or "
             "script of one of these trainers"
         )
-    return best
-
-
-def _count_known_keys(table: TrainerTable, keys: dict[str, Any]) -> int:
-    """Returns how many keys of a file a trainer's table has."""
-    return sum(table.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
+    return tables[counts.index(max(counts))]
 
 
 def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
@@ -181,14 +175,11 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
     reached = script.settled.union(*(command.positions for command in whole_commands))
     words_by_line: list[tuple[int, list[str]]] = []
-    for word in script.lexer.words:
-        if word.position in reached:
-            continue
+    for word in (word for word in script.lexer.words if word.position not in reached):
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         # Of A="data.seed=1" only the value looks like a key.
-        match = ASSIGNMENT.match(word_text)
-        like_keys = _like_keys(word_text[match.end() if match else 0 :])
-        unused_words = [text for text in like_keys if _name(text) not in keys]
+        value = re.sub(f"^{ASSIGNMENT.pattern}", "", word_text)
+        unused_words = [text for text in _like_keys(value) if _name(text) not in keys]
         words_by_line.append((script.lexer.line(word.position), unused_words))
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc.position not in script.settled):
         first_line = script.lexer.line(heredoc.position)
@@ -200,7 +191,6 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
 def _like_keys(text: str) -> list[str]:
     """Returns the words of a text that look like keys of a trainer: section.key=value, or --key."""
     overrides = [word for word in text.split() if SECTION_ARGUMENT.fullmatch(word)]
-    overrides = [word for word in overrides if _name(word).split(".")[0] in FIRST_SECTIONS]
     return overrides + [word for word in text.split() if word.startswith("--") and _name(word) in TRL_FLAGS]
 
 
@@ -252,8 +242,8 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     if known_note is None:
         _follow_program(program_file, file, keys, environment)
     keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
-    for key, value in launchers.flags(path, words[: start + 1], files).items():
-        keys.values.setdefault(key, value)
+    # An option of the program wins over the launcher's flag of this name.
+    keys.values |= launchers.flags(path, words[: start + 1], files) | keys.values
     if "report_to" in keys.values and (project := command.environment.get("WANDB_PROJECT")):
         keys.values["wandb_project"] = documents.value_of(" ".join(project))
     return keys

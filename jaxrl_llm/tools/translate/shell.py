@@ -55,7 +55,7 @@ class Choice:
 
     before: variables before all blocks.
     after: variables after each block that may run, because its condition or an earlier one is unknown.
-    is_decided: whether a block has run, so that no later block runs.
+    is_decided: whether one of the blocks so far has run for certain, so that no later block runs.
     status: status of the block that has run.
     """
 
@@ -224,12 +224,14 @@ class ShellRun(ShellVariables):
             # An `exit` in a block that may not run ends the block alone, and not the script.
             with self.changed(doubts=self.doubts + 1):
                 choice.after.append(self.apart(follow, choice.before)[1])
+            # The block behind `else` runs if no earlier block has run.
+            choice.is_decided = holds is True
 
-    def chosen(self, choice: Choice, *, has_else: bool = False) -> Status:
+    def chosen(self, choice: Choice) -> Status:
         """Returns the status of a choice. A variable becomes unknown if its value depends on the block that runs."""
         if not choice.after:
             return choice.status
-        self.variables = merged([*choice.after, *([] if has_else else [choice.before])])
+        self.variables = merged([*choice.after, *([] if choice.is_decided else [choice.before])])
         return None
 
     def meet(self) -> None:
@@ -281,17 +283,16 @@ class ShellRun(ShellVariables):
 
     def conditional(self) -> Status:
         """Follows if … then … elif … else … fi."""
-        choice, keyword = Choice(self.variables), ""
+        choice = Choice(self.variables)
         while self.keyword() in ("if", "elif", "else"):
-            keyword = self.take_word().plain
             holds: Status = True
-            if keyword != "else":
+            if self.take_word().plain != "else":
                 # No condition is evaluated behind a branch that has run or may run.
                 holds = self.block() if choice.is_open else self.passed(self.block)
                 self.expect("then")
             self.branch(choice, holds, self.block)
         self.expect("fi")
-        return self.chosen(choice, has_else=keyword == "else")
+        return self.chosen(choice)
 
     def for_loop(self) -> Status:
         """Follows a `for` loop once for each word. The number of rounds of `for ((…))` is unknown."""
