@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import dropwhile
 from typing import Any, NoReturn, TypeAlias
 
@@ -47,27 +48,6 @@ class ShellCommand:
     words: list[str]
     positions: tuple[int, ...]
     environment: Variables
-
-
-@dataclass
-class Choice:
-    """Blocks of which at most one runs, such as the branches of `if`.
-
-    before: variables before all blocks.
-    after: variables after each block that may run, because its condition or an earlier one is unknown.
-    is_decided: whether one of the blocks so far has run for certain, so that no later block runs.
-    status: status of the block that has run.
-    """
-
-    before: Variables
-    after: list[Variables] = field(default_factory=list)
-    is_decided: bool = False
-    status: Status = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no block has run yet, or may have run."""
-        return not self.is_decided and not self.after
 
 
 def follow(text: str) -> ShellRun:
@@ -179,9 +159,8 @@ class ShellRun(ShellVariables):
         status = self.pipeline()
         while (sign := self.peek()) in ("&&", "||"):
             self.skip("&&", "||", "\n")
-            choice = Choice(self.variables)
-            self.branch(choice, status if sign == "&&" else shell_test.negated(status), self.pipeline)
-            status = status if choice.is_open else self.chosen(choice)
+            holds = status if sign == "&&" else shell_test.negated(status)
+            status = self.either(holds, self.pipeline, lambda kept=status: kept)
         if self.peek() == "&":
             self.variables, self.halted = before
         return status
@@ -214,24 +193,21 @@ class ShellRun(ShellVariables):
         with self.changed(halted=self.halted or "the branch is not taken"):
             follow()
 
-    def branch(self, choice: Choice, holds: Status, follow: Callable[[], Status]) -> None:
-        """Follows a block of a choice if its condition holds, or moves behind it. If that is unknown, it may run."""
-        if self.halted or choice.is_decided or (choice.is_open and holds is False):
-            self.passed(follow)
-        elif choice.is_open and holds:
-            choice.is_decided, choice.status = True, follow()
-        else:
-            # An `exit` in a block that may not run ends the block alone, and not the script.
-            with self.changed(doubts=self.doubts + 1):
-                choice.after.append(self.apart(follow, choice.before)[1])
-            # The block behind `else` runs if no earlier block has run.
-            choice.is_decided = holds is True
+    def either(self, holds: Status, follow: Callable[[], Status], otherwise: Callable[[], Status]) -> Status:
+        """Follows a block if its condition holds, or else the block behind it. If that is unknown, both may run.
 
-    def chosen(self, choice: Choice) -> Status:
-        """Returns the status of a choice. A variable becomes unknown if its value depends on the block that runs."""
-        if not choice.after:
-            return choice.status
-        self.variables = merged([*choice.after, *([] if choice.is_decided else [choice.before])])
+        Returns the status of the block that runs. A variable becomes unknown if its value depends on the block.
+        """
+        if self.halted or holds is False:
+            self.passed(follow)
+            return otherwise()
+        if holds:
+            status = follow()
+            self.passed(otherwise)
+            return status
+        # An `exit` in a block that may not run ends the block alone, and not the script.
+        with self.changed(doubts=self.doubts + 1):
+            self.variables = merged([self.apart(block, self.variables)[1] for block in (follow, otherwise)])
         return None
 
     def meet(self) -> None:
@@ -282,17 +258,17 @@ class ShellRun(ShellVariables):
         return True
 
     def conditional(self) -> Status:
-        """Follows if … then … elif … else … fi."""
-        choice = Choice(self.variables)
-        while self.keyword() in ("if", "elif", "else"):
-            holds: Status = True
-            if self.take_word().plain != "else":
-                # No condition is evaluated behind a branch that has run or may run.
-                holds = self.block() if choice.is_open else self.passed(self.block)
-                self.expect("then")
-            self.branch(choice, holds, self.block)
+        """Follows `if … then …` or `elif … then …`, and the branches behind it up to `fi`."""
+        return self.either(self.body("then"), self.block, self.alternative)
+
+    def alternative(self) -> Status:
+        """Follows the branches of a condition that does not hold: elif, else or none."""
+        if self.keyword() == "elif":
+            return self.conditional()
+        if self.keyword() == "else":
+            return self.body("fi")
         self.expect("fi")
-        return self.chosen(choice)
+        return True
 
     def for_loop(self) -> Status:
         """Follows a `for` loop once for each word. The number of rounds of `for ((…))` is unknown."""
@@ -335,9 +311,7 @@ class ShellRun(ShellVariables):
         body = self.index
         for _ in range(2):
             self.index = body
-            choice = Choice(self.variables)
-            self.branch(choice, False if holds is False else None, self.block)
-            self.chosen(choice)
+            self.either(False if holds is False else None, self.block, lambda: None)
         self.meet()
         self.expect("done")
         return None
@@ -345,36 +319,38 @@ class ShellRun(ShellVariables):
     def case(self) -> Status:
         """Follows `case subject in pattern) block;; esac`."""
         self.index += 1
-        subject, choice = self.take_word(), Choice(self.variables)
+        subject = self.take_word()
         self.skip("\n")
         self.expect("in")
-        while True:
-            self.skip("\n", "(", ";;")
-            if self.keyword() == "esac" or not self.peek():
-                self.expect("esac")
-                return self.chosen(choice)
-            patterns = [self.take_word()]
-            while self.peek() == "|":
-                self.index += 1
-                patterns.append(self.take_word())
-            self.expect(")")
-            # A pattern is no word of a command, although --rate) looks like a flag.
-            self.settled |= {pattern.position for pattern in patterns}
-            tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
-            statuses = [shell_test.status(test) for test in tests]
-            self.branch(choice, True if True in statuses else None if None in statuses else False, self.block)
+        return self.clauses(subject)
+
+    def clauses(self, subject: Word) -> Status:
+        """Follows the clauses `pattern) block;;` of `case` up to `esac`."""
+        self.skip("\n", "(", ";;")
+        if self.keyword() == "esac" or not self.peek():
+            self.expect("esac")
+            return True
+        patterns = [self.take_word()]
+        while self.peek() == "|":
+            self.index += 1
+            patterns.append(self.take_word())
+        self.expect(")")
+        # A pattern is no word of a command, although --rate) looks like a flag.
+        self.settled |= {pattern.position for pattern in patterns}
+        tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
+        statuses = [shell_test.status(test) for test in tests]
+        holds = True if True in statuses else None if None in statuses else False
+        return self.either(holds, self.block, partial(self.clauses, subject))
 
     # Single commands
 
     def test(self) -> Status:
         """Follows [[ … ]]. The status of a test with operators such as && is not computed."""
         start = self.index
-        while self.keyword() != "]]":
-            if not self.peek():
-                self.refuse("']]' is missing")
+        while self.peek() and self.keyword() != "]]":
             self.index += 1
         words = self.tokens[start : self.index]
-        self.index += 1
+        self.expect("]]")
         texts = [self.text(word) for word in words if isinstance(word, Word) and not self.halted]
         return shell_test.status(texts) if len(texts) == len(words) else None
 
