@@ -38,8 +38,8 @@ FIRST_SECTIONS = {key.split(".")[0] for table, _ in SECTION_TRAINERS for key in 
 SECTION_ARGUMENT = re.compile(rf"[+~]*({'|'.join(map(re.escape, FIRST_SECTIONS))})(\.[\w-]+)+=.*", re.DOTALL)
 # {pattern of the file of a program that the tables describe: what it does besides its options}
 KNOWN_PROGRAMS = read_names("programs")
-# {part of the name of a TRL program: key of trl.TRL_TRAINERS}
-PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
+# {part of the name of a TRL program: key of trl.TRL_TRAINERS; "" for GRPO}. The first part that a name has decides.
+PROGRAMS = {"grpo": "", "online": "", "rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 # TRL's keys that change a run, which are --flags of its command line.
 TRL_FLAGS = trl.flags()
 # Python code that makes a config of TRL, as in `python -c "$CODE"`.
@@ -226,7 +226,8 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
         values[key.removeprefix("no_") if is_denied else key] = not is_denied and documents.value_of(value)
-    program = _program(words[start : start + 2])
+    program_name = " ".join(words[start : start + 2])
+    program = next((kind for part, kind in PROGRAMS.items() if part in program_name), "")
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
     keys = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
@@ -237,7 +238,7 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     if not has_trl_key and not (file and MAKES_CONFIG.search(file[1])):
         return None
     keys.program = program
-    known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
+    known_words = (*config_files, "train", "cpo", *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     if known_note is None:
         _follow_program(program_file, file, keys, environment)
@@ -275,14 +276,6 @@ def _follow_program(
 def _unkeyed(words: Sequence[str]) -> list[str]:
     """Returns lines for the report about arguments that are no key with a value."""
     return [f"{word}: not a key with a value that the script says" for word in words if word.strip("- ")]
-
-
-def _program(words: list[str]) -> str:
-    """Returns the kind of TRL's trainer in a program's name, such as "dpo" of dpo.py; "" for GRPO and other names."""
-    name = " ".join(words)
-    if "grpo" in name or "online" in name:
-        return ""
-    return next((kind for word, kind in PROGRAMS.items() if word in name), "")
 
 
 def _starts(words: list[str], i: int) -> bool:

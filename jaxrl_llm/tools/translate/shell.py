@@ -172,7 +172,7 @@ class ShellRun(ShellVariables):
         while self.peek() in ("|", "|&"):
             self.variables, self.halted = before
             self.skip("|", "|&", "\n")
-            status, _ = self.apart(self.command, self.variables)
+            status, _ = self.apart(self.command)
         return status
 
     @contextmanager
@@ -183,9 +183,9 @@ class ShellRun(ShellVariables):
         yield
         vars(self).update(outer_values)
 
-    def apart(self, follow: Callable[[], Status], variables: Variables) -> tuple[Status, Variables]:
+    def apart(self, follow: Callable[[], Status]) -> tuple[Status, Variables]:
         """Follows a block that leaves nothing behind. Returns its status, and its variables after it."""
-        with self.changed(variables=dict(variables), halted=self.halted):
+        with self.changed(variables=dict(self.variables), halted=self.halted):
             return follow(), self.variables
 
     def passed(self, follow: Callable[[], Status]) -> None:
@@ -207,7 +207,7 @@ class ShellRun(ShellVariables):
             return status
         # An `exit` in a block that may not run ends the block alone, and not the script.
         with self.changed(doubts=self.doubts + 1):
-            self.variables = merged([self.apart(block, self.variables)[1] for block in (follow, otherwise)])
+            self.variables = merged([self.apart(block)[1] for block in (follow, otherwise)])
         return None
 
     def meet(self) -> None:
@@ -240,7 +240,7 @@ class ShellRun(ShellVariables):
             case "{":
                 return self.body("}")
             case "(":
-                return self.apart(lambda: self.body(")"), self.variables)[0]
+                return self.apart(lambda: self.body(")"))[0]
             case "!":
                 self.index += 1
                 return shell_test.negated(self.command())
@@ -390,7 +390,7 @@ class ShellRun(ShellVariables):
         if not texts:
             return True
         own_variables = words[: len(words) - len(program)]
-        _, variables = self.apart(lambda: self.declare(own_variables), self.variables)
+        _, variables = self.apart(lambda: self.declare(own_variables))
         names = self.exported_names | {word.assignment[1] for word in own_variables if word.assignment}
         environment = {name: variables[name] for name in names if name in variables}
         status = self.run(ShellCommand(texts, tuple(word.position for word in program), environment))
