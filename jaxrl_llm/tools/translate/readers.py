@@ -240,8 +240,10 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     keys.program = program
     known_words = (*config_files, "train", "cpo", *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
-    if known_note is None:
+    if file:
         _follow_program(program_file, file, keys, environment)
+    elif known_note is None:
+        keys.lost.append(f"{program_file}: {SENTENCES['PROGRAM_NOT_FOUND']}")
     keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
     # An option of the program wins over the launcher's flag of this name.
     keys.values |= launchers.flags(path, words[: start + 1], files) | keys.values
@@ -251,15 +253,12 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
 
 
 def _follow_program(
-    name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys, environment: Mapping[str, Any]
+    name: str, file: tuple[Path, str], keys: documents.DocumentKeys, environment: Mapping[str, Any]
 ) -> None:
-    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read.
+    """Replaces the options of a TRL command with what its program makes of them, or says why it is not followed.
 
     environment: {variable that the program sees: value}.
     """
-    if not file:
-        keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
-        return
     try:
         script = read_script(*file, keys.values, environment)
     except UserError as error:

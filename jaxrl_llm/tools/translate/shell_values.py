@@ -40,8 +40,7 @@ class ShellVariables:
 
     def assign(self, word: Word) -> None:
         """Sets the variable of a word name=value, name+=value or name=(…)."""
-        match = word.assignment
-        if not match:
+        if not (match := word.assignment):
             return
         name, index, appends = match.groups()
         values = self.variables.get(name, []) if appends else []
@@ -107,8 +106,7 @@ class ShellVariables:
         if part.text == "#":
             return [str(len(self.variables["@"]))]
         as_written = [f"${part.text}" if re.fullmatch(r"\w+", part.text) else f"${{{part.text}}}"]
-        match = PARAMETER.fullmatch(part.text)
-        if not match:
+        if not (match := PARAMETER.fullmatch(part.text)):
             return as_written
         name, index, sign, default = match.groups()
         values = self.variables.get("@" if name.isdigit() else name)

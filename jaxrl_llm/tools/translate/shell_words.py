@@ -79,8 +79,6 @@ class Heredoc:
 class Redirection(str):
     """Sign of a redirection, such as 2> or <. The next token is its file."""
 
-    __slots__ = ()
-
 
 Token: TypeAlias = "Word | Heredoc | str"
 
@@ -161,8 +159,7 @@ class Lexer:
 
     def piece(self, is_quoted: bool) -> list[Part]:
         """Reads `…`, $name, '…', an escaped character or text; the end of a line behind a backslash is no part."""
-        match = self.read(QUOTED_PIECE if is_quoted else PIECE)
-        if not match:
+        if not (match := self.read(QUOTED_PIECE if is_quoted else PIECE)):
             self.refuse("a quotation has no end", self.position)
         kind, text = match.lastgroup, match[match.lastgroup or 0]
         if kind in ("command", "parameter"):
