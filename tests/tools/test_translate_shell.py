@@ -66,6 +66,8 @@ FORMS = [
     ("O=$(cat <<-EOF\n\tk=1\n\tl=2\n\tEOF\n)\nrun $O m=3", ["k=1", "l=2", "m=3"]),
     ("O=$(cat << 'EOF'\nk=$A (\nEOF\n)\nrun \"$O\"", ["k=$A ("]),
     ("X=$(date)\nif [ -f y ]; then K=1; else K=1; fi\nrun k=$K", ["k=1"]),
+    # an elif that never holds, behind a branch that may run
+    ("if grep -q x y; then K=1; elif [ 1 = 2 ]; then K=9; else K=1; fi\nrun k=$K", ["k=1"]),
     ("trap 'kill 1' EXIT\n[ -d x ] && rm x\nrun k=1", ["k=1"]),
 ]  # fmt: skip
 

@@ -80,13 +80,11 @@ def print_keys(translation: Translation, file: Path) -> None:
     _say(f"{file.name}: {len(translation.outcomes)} keys of {translation.table.name} ({translation.table.version})")
     for kind in KINDS:
         outcomes = translation.with_kind(kind)
-        _say(f"{kind}: {len(outcomes)}")
         if kind in ("mapped", "changed"):
             lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
             lines = writer.reason_lines({key: outcome.reason for key, outcome in outcomes.items()})
-        for line in lines:
-            _say(f"  {line}")
+        _say("\n  ".join([f"{kind}: {len(outcomes)}", *lines]))
 
 
 def print_tasks(translation: Translation) -> None:

@@ -192,19 +192,16 @@ def flatten_sections(document: dict[Any, Any], prefix: str = "") -> dict[str, An
     """Returns {"a.b": 1} for {"a": {"b": 1}}: the sections of a document become parts of dotted keys."""
     flattened: dict[str, Any] = {}
     for key, value in document.items():
-        if isinstance(value, dict) and value:
-            flattened |= flatten_sections(value, f"{prefix}{key}.")
-        else:
-            flattened[f"{prefix}{key}"] = value
+        is_section = isinstance(value, dict) and value
+        flattened |= flatten_sections(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return flattened
 
 
-def with_references(keys: DocumentKeys, environment: Mapping[str, Any] | None = None) -> DocumentKeys:
+def with_references(keys: DocumentKeys, environment: Mapping[str, Any]) -> DocumentKeys:
     """Returns the keys with the values of their references. A reference to an unknown key makes a value `Unread`.
 
     environment: {environment variable that the command sets: value}, for references such as ${oc.env:LR,1e-6}.
     """
-    environment = environment or {}
     referred, notes = set[str](), dict.fromkeys(keys.notes)
 
     def referred_value(key: str, match: re.Match[str], depth: int) -> Any:

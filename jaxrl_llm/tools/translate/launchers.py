@@ -39,8 +39,7 @@ def flags(path: Path, words: Sequence[str], files: Mapping[str, str]) -> dict[st
         return {} if STARTERS.isdisjoint(names) else {"num_processes": None}
     options, _ = arguments.flags(words[:-1])
     # A flag has the one word after it as its value.
-    first_words = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
-    keys = {key: value_of(word, parse_number) for key, word in first_words.items()}
+    keys = {key: value_of(x[0] if isinstance(x, list) else x, parse_number) for key, x in options.items()}
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
         file = find_file(path, name, files)
         keys["config_file"] = name if file else None

@@ -23,18 +23,23 @@ from jaxrl_llm.tools.translate.table import SENTENCES, read_names
 
 # A key of any trainer, or of a script of TRL, such as trainer.model.my_function().
 KEY = re.compile(r"[\w./@-]+|(trainer\.|[*][*]).*")
-# An argument section.key=value of veRL, EasyR1 or Search-R1.
-SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 # A module of Python, as after `python -m`.
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# Trainers whose keys have sections, as in actor_rollout_ref.actor.optim.lr.
-SECTION_TRAINERS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
+# Trainers whose keys have sections, as in actor_rollout_ref.actor.optim.lr, and patterns of keys that show the trainer.
+# EasyR1 and Search-R1 come first, because they were made from veRL and keep most of its keys.
+SECTION_TRAINERS = (
+    (easyr1.EASYR1, ("worker.*",)),
+    (search_r1.SEARCH_R1, search_r1.OWN_KEYS),
+    (verl.VERL, ("actor_rollout_ref.*",)),
+)
 # First words of these keys, such as actor_rollout_ref.
-FIRST_SECTIONS = {key.split(".")[0] for table in SECTION_TRAINERS for key in table.rules if "." in key}
+FIRST_SECTIONS = {key.split(".")[0] for table, _ in SECTION_TRAINERS for key in table.rules if "." in key}
+# An argument section.key=value of these trainers.
+SECTION_ARGUMENT = re.compile(rf"[+~]*({'|'.join(map(re.escape, FIRST_SECTIONS))})(\.[\w-]+)+=.*", re.DOTALL)
 # {pattern of the file of a program that the tables describe: what it does besides its options}
 KNOWN_PROGRAMS = read_names("programs")
-# {part of the name of a TRL program: key of trl.TRL_TRAINERS}
-PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
+# {part of the name of a TRL program: key of trl.TRL_TRAINERS; "" for GRPO}. The first part that a name has decides.
+PROGRAMS = {"grpo": "", "online": "", "rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 # TRL's keys that change a run, which are --flags of its command line.
 TRL_FLAGS = trl.flags()
 # Python code that makes a config of TRL, as in `python -c "$CODE"`.
@@ -65,8 +70,6 @@ class ForeignConfig:
 
 def read(path: Path) -> ForeignConfig:
     """Reads a config or script of another trainer. Raises: UserError, if it is unreadable or of no known trainer."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file: name a config or script of TRL, veRL, EasyR1 or Search-R1")
     try:
         return _read(path, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +84,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
     if path.suffix == ".py":
         keys = read_script(path, text)
     elif is_document:
-        keys = documents.with_references(documents.read_document(path, text))
+        keys = documents.with_references(documents.read_document(path, text), {})
     else:
         keys = _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
@@ -119,30 +122,21 @@ def pinned_version(table: TrainerTable, text: str) -> str:
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> TrainerTable:
     """Returns the trainer of the keys. lost: lines that belong to no key. Raises: UserError, if no trainer has them."""
-    # EasyR1 and Search-R1 are tried first, because they were made from veRL and keep most of its keys.
-    if any(key.startswith("worker.") for key in keys):
-        return easyr1.EASYR1
-    if any(matches(key, search_r1.OWN_KEYS) for key in keys):
-        return search_r1.SEARCH_R1
-    if any(key.startswith("actor_rollout_ref.") for key in keys):
-        return verl.VERL
+    for table, patterns in SECTION_TRAINERS:
+        if any(matches(key, patterns) for key in keys):
+            return table
     # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
-    kinds = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
-    best = max((trl.TRL_TRAINERS[kind] for kind in kinds), key=lambda table: _count_known_keys(table, keys))
-    if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
+    tables = [trl.TRL_TRAINERS[kind] for kind in sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)]
+    counts = [sum(table.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys) for table in tables]
+    if 2 * max(counts) < max(len(keys), 1):
         first_keys = f"its first keys are {', '.join(list(keys)[:3])}" if keys else "it has no keys"
         unread_line = f"; this line was not read as a setting: {lost[0]}" if lost else ""
         raise UserError(
             f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1 ({first_keys}{unread_line}): name a config or "
             "script of one of these trainers"
         )
-    return best
-
-
-def _count_known_keys(table: TrainerTable, keys: dict[str, Any]) -> int:
-    """Returns how many keys of a file a trainer's table has."""
-    return sum(table.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
+    return tables[counts.index(max(counts))]
 
 
 def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
@@ -185,18 +179,15 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     """
     # A command whose first word looks like a key is the end of the training command, which a comment has cut off.
     whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
-    reached = script.patterns.union(*(command.positions for command in whole_commands))
+    reached = script.settled.union(*(command.positions for command in whole_commands))
     words_by_line: list[tuple[int, list[str]]] = []
-    for word in script.lexer.words:
-        if word.position in reached:
-            continue
+    for word in (word for word in script.lexer.words if word.position not in reached):
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         # Of A="data.seed=1" only the value looks like a key.
-        match = ASSIGNMENT.match(word_text)
-        like_keys = _like_keys(word_text[match.end() if match else 0 :])
-        unused_words = [text for text in like_keys if _name(text) not in keys]
+        value = re.sub(f"^{ASSIGNMENT.pattern}", "", word_text)
+        unused_words = [text for text in _like_keys(value) if _name(text) not in keys]
         words_by_line.append((script.lexer.line(word.position), unused_words))
-    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.followed_heredocs):
+    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc.position not in script.settled):
         first_line = script.lexer.line(heredoc.position)
         words_by_line += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     lines = [f"line {line}: {' '.join(words)}" for line, words in words_by_line if words]
@@ -206,7 +197,6 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
 def _like_keys(text: str) -> list[str]:
     """Returns the words of a text that look like keys of a trainer: section.key=value, or --key."""
     overrides = [word for word in text.split() if SECTION_ARGUMENT.fullmatch(word)]
-    overrides = [word for word in overrides if _name(word).split(".")[0] in FIRST_SECTIONS]
     return overrides + [word for word in text.split() if word.startswith("--") and _name(word) in TRL_FLAGS]
 
 
@@ -242,7 +232,8 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
         values[key.removeprefix("no_") if is_denied else key] = not is_denied and documents.value_of(value)
-    program = _program(words[start : start + 2])
+    program_name = " ".join(words[start : start + 2])
+    program = next((kind for part, kind in PROGRAMS.items() if part in program_name), "")
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
     keys = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
@@ -253,28 +244,27 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     if not has_trl_key and not (file and MAKES_CONFIG.search(file[1])):
         return None
     keys.program = program
-    known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
+    known_words = (*config_files, "train", "cpo", *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
-    if known_note is None:
+    if file:
         _follow_program(program_file, file, keys, environment)
+    elif known_note is None:
+        keys.lost.append(f"{program_file}: {SENTENCES['PROGRAM_NOT_FOUND']}")
     keys.notes += [f"{program_file}: {known_note}"] * bool(known_note)
-    for key, value in launchers.flags(path, words[: start + 1], files).items():
-        keys.values.setdefault(key, value)
+    # An option of the program wins over the launcher's flag of this name.
+    keys.values |= launchers.flags(path, words[: start + 1], files) | keys.values
     if "report_to" in keys.values and (project := command.environment.get("WANDB_PROJECT")):
         keys.values["wandb_project"] = documents.value_of(" ".join(project))
     return keys
 
 
 def _follow_program(
-    name: str, file: tuple[Path, str] | None, keys: documents.DocumentKeys, environment: Mapping[str, Any]
+    name: str, file: tuple[Path, str], keys: documents.DocumentKeys, environment: Mapping[str, Any]
 ) -> None:
-    """Replaces the options of a TRL command with what its program makes of them, or says that it is not read.
+    """Replaces the options of a TRL command with what its program makes of them, or says why it is not followed.
 
     environment: {variable that the program sees: value}.
     """
-    if not file:
-        keys.lost.append(f"{name}: {SENTENCES['PROGRAM_NOT_FOUND']}")
-        return
     try:
         script = read_script(*file, keys.values, environment)
     except UserError as error:
@@ -291,14 +281,6 @@ def _follow_program(
 def _unkeyed(words: Sequence[str]) -> list[str]:
     """Returns lines for the report about arguments that are no key with a value."""
     return [f"{word}: not a key with a value that the script says" for word in words if word.strip("- ")]
-
-
-def _program(words: list[str]) -> str:
-    """Returns the kind of TRL's trainer in a program's name, such as "dpo" of dpo.py; "" for GRPO and other names."""
-    name = " ".join(words)
-    if "grpo" in name or "online" in name:
-        return ""
-    return next((kind for word, kind in PROGRAMS.items() if word in name), "")
 
 
 def _starts(words: list[str], i: int) -> bool:

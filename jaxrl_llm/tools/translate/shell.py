@@ -10,10 +10,12 @@ and a variable whose value depends on the branch is unknown afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import dropwhile
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
@@ -48,27 +50,6 @@ class ShellCommand:
     environment: Variables
 
 
-@dataclass
-class Choice:
-    """Blocks of which at most one runs, such as the branches of `if`.
-
-    before: variables before all blocks.
-    after: variables after each block that may run, because its condition or an earlier one is unknown.
-    is_decided: whether a block has run, so that no later block runs.
-    status: status of the block that has run.
-    """
-
-    before: Variables
-    after: list[Variables] = field(default_factory=list)
-    is_decided: bool = False
-    status: Status = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no block has run yet, or may have run."""
-        return not self.is_decided and not self.after
-
-
 def follow(text: str) -> ShellRun:
     """Follows a shell script, and returns its commands and files. Raises: UserError, if it cannot be parsed."""
     # A \r in a file from Windows would be a part of the last word of each line.
@@ -90,10 +71,9 @@ class ShellRun(ShellVariables):
     functions: {name: index of its body}.
     commands: all commands that may run.
     files: {name: text} of files that the script writes, and of other heredocs.
-    followed_heredocs: heredocs whose text becomes a file or the value of a variable.
     notes: sentences about files that the script sources.
     nested_scripts: texts that the script runs as scripts, as in `bash -c "…"`. They are not followed.
-    patterns: positions of the patterns of `case`.
+    settled: positions of heredocs whose text becomes a file or the value of a variable, and of the patterns of `case`.
     local_names: local variables of the function that is followed.
     exported_names: variables that commands get in their environment.
     exports_all: whether each variable that is set is exported, after `set -a`.
@@ -113,8 +93,7 @@ class ShellRun(ShellVariables):
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     nested_scripts: list[str] = field(default_factory=list)
-    followed_heredocs: list[Heredoc] = field(default_factory=list)
-    patterns: set[int] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)
     exported_names: set[str] = field(default_factory=set)
     exports_all: bool = False
@@ -168,7 +147,8 @@ class ShellRun(ShellVariables):
             status = self.chain()
 
     def body(self, end: str) -> Status:
-        """Follows commands up to the keyword that ends them, and moves behind this keyword."""
+        """Follows commands between a keyword, which is next, and the keyword that ends them."""
+        self.index += 1
         status = self.block()
         self.expect(end)
         return status
@@ -178,11 +158,9 @@ class ShellRun(ShellVariables):
         before = dict(self.variables), self.halted
         status = self.pipeline()
         while (sign := self.peek()) in ("&&", "||"):
-            self.index += 1
-            self.skip("\n")
-            choice = Choice(self.variables)
-            self.branch(choice, status if sign == "&&" else shell_test.negated(status), self.pipeline)
-            status = status if choice.is_open else self.chosen(choice)
+            self.skip("&&", "||", "\n")
+            holds = status if sign == "&&" else shell_test.negated(status)
+            status = self.either(holds, self.pipeline, lambda kept=status: kept)
         if self.peek() == "&":
             self.variables, self.halted = before
         return status
@@ -193,43 +171,43 @@ class ShellRun(ShellVariables):
         status = self.command()
         while self.peek() in ("|", "|&"):
             self.variables, self.halted = before
-            self.index += 1
-            self.skip("\n")
-            status, _ = self.apart(self.command, self.variables)
+            self.skip("|", "|&", "\n")
+            status, _ = self.apart(self.command)
         return status
 
-    def apart(self, follow: Callable[[], Status], variables: Variables) -> tuple[Status, Variables]:
+    @contextmanager
+    def changed(self, **values: Any) -> Iterator[None]:
+        """Sets fields of the run for a block, and then gives them their former values again."""
+        outer_values = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        yield
+        vars(self).update(outer_values)
+
+    def apart(self, follow: Callable[[], Status]) -> tuple[Status, Variables]:
         """Follows a block that leaves nothing behind. Returns its status, and its variables after it."""
-        outer = self.variables, self.halted
-        self.variables = dict(variables)
-        status, after = follow(), self.variables
-        self.variables, self.halted = outer
-        return status, after
+        with self.changed(variables=dict(self.variables), halted=self.halted):
+            return follow(), self.variables
 
     def passed(self, follow: Callable[[], Status]) -> None:
         """Moves behind a block that does not run."""
-        outer, self.halted = self.halted, self.halted or "the branch is not taken"
-        follow()
-        self.halted = outer
+        with self.changed(halted=self.halted or "the branch is not taken"):
+            follow()
 
-    def branch(self, choice: Choice, holds: Status, follow: Callable[[], Status]) -> None:
-        """Follows a block of a choice if its condition holds, or moves behind it. If that is unknown, it may run."""
-        if self.halted or choice.is_decided or (choice.is_open and holds is False):
+    def either(self, holds: Status, follow: Callable[[], Status], otherwise: Callable[[], Status]) -> Status:
+        """Follows a block if its condition holds, or else the block behind it. If that is unknown, both may run.
+
+        Returns the status of the block that runs. A variable becomes unknown if its value depends on the block.
+        """
+        if self.halted or holds is False:
             self.passed(follow)
-        elif choice.is_open and holds:
-            choice.is_decided, choice.status = True, follow()
-        else:
-            # An `exit` in a block that may not run ends the block alone, and not the script.
-            self.doubts += 1
-            _, after = self.apart(follow, choice.before)
-            self.doubts -= 1
-            choice.after.append(after)
-
-    def chosen(self, choice: Choice, *, has_else: bool = False) -> Status:
-        """Returns the status of a choice. A variable becomes unknown if its value depends on the block that runs."""
-        if not choice.after:
-            return choice.status
-        self.variables = merged([*choice.after, *([] if has_else else [choice.before])])
+            return otherwise()
+        if holds:
+            status = follow()
+            self.passed(otherwise)
+            return status
+        # An `exit` in a block that may not run ends the block alone, and not the script.
+        with self.changed(doubts=self.doubts + 1):
+            self.variables = merged([self.apart(block)[1] for block in (follow, otherwise)])
         return None
 
     def meet(self) -> None:
@@ -253,7 +231,6 @@ class ShellRun(ShellVariables):
             case "for":
                 return self.for_loop()
             case "while" | "until":
-                self.index += 1
                 status = self.body("do")
                 return self.unknown_rounds(status if name == "while" else shell_test.negated(status))
             case "case":
@@ -261,12 +238,9 @@ class ShellRun(ShellVariables):
             case "[[":
                 return self.test()
             case "{":
-                self.index += 1
                 return self.body("}")
             case "(":
-                self.index += 1
-                status, _ = self.apart(lambda: self.body(")"), self.variables)
-                return status
+                return self.apart(lambda: self.body(")"))[0]
             case "!":
                 self.index += 1
                 return shell_test.negated(self.command())
@@ -284,23 +258,22 @@ class ShellRun(ShellVariables):
         return True
 
     def conditional(self) -> Status:
-        """Follows if … then … elif … else … fi."""
-        choice, keyword = Choice(self.variables), ""
-        while self.keyword() in ("if", "elif", "else"):
-            keyword = self.take_word().plain
-            holds: Status = True
-            if keyword != "else":
-                # No condition is evaluated behind a branch that has run or may run.
-                holds = self.block() if choice.is_open else self.passed(self.block)
-                self.expect("then")
-            self.branch(choice, holds, self.block)
+        """Follows `if … then …` or `elif … then …`, and the branches behind it up to `fi`."""
+        return self.either(self.body("then"), self.block, self.alternative)
+
+    def alternative(self) -> Status:
+        """Follows the branches of a condition that does not hold: elif, else or none."""
+        if self.keyword() == "elif":
+            return self.conditional()
+        if self.keyword() == "else":
+            return self.body("fi")
         self.expect("fi")
-        return self.chosen(choice, has_else=keyword == "else")
+        return True
 
     def for_loop(self) -> Status:
         """Follows a `for` loop once for each word. The number of rounds of `for ((…))` is unknown."""
         self.index += 1
-        variable, values = self.take_word(), list(self.variables["@"])
+        variable, values = self.take_word(), [] if self.halted else list(self.variables["@"])
         self.skip("\n")
         if self.keyword() == "in":
             self.index += 1
@@ -314,16 +287,16 @@ class ShellRun(ShellVariables):
             self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
             return self.unknown_rounds(None)
         body = self.index
-        for value in () if self.halted else values:
+        # A loop without a round moves behind its body too.
+        self.passed(self.block)
+        for value in values:
             self.index = body
             self.variables[variable.plain] = [value]
             self.block()
             self.halted = "" if self.halted == "continue" else self.halted
             if self.halted:
                 break
-        if self.index == body:
-            self.passed(self.block)  # there is no round
-        else:
+        if values:
             self.halted = "" if self.halted == "break" else self.halted
             self.meet()
         self.expect("done")
@@ -338,9 +311,7 @@ class ShellRun(ShellVariables):
         body = self.index
         for _ in range(2):
             self.index = body
-            choice = Choice(self.variables)
-            self.branch(choice, False if holds is False else None, self.block)
-            self.chosen(choice)
+            self.either(False if holds is False else None, self.block, lambda: None)
         self.meet()
         self.expect("done")
         return None
@@ -348,36 +319,38 @@ class ShellRun(ShellVariables):
     def case(self) -> Status:
         """Follows `case subject in pattern) block;; esac`."""
         self.index += 1
-        subject, choice = self.take_word(), Choice(self.variables)
+        subject = self.take_word()
         self.skip("\n")
         self.expect("in")
-        while True:
-            self.skip("\n", "(", ";;")
-            if self.keyword() == "esac" or not self.peek():
-                self.expect("esac")
-                return self.chosen(choice)
-            patterns = [self.take_word()]
-            while self.peek() == "|":
-                self.index += 1
-                patterns.append(self.take_word())
-            self.expect(")")
-            # A pattern is no word of a command, although --rate) looks like a flag.
-            self.patterns |= {pattern.position for pattern in patterns}
-            tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
-            statuses = [shell_test.status(test) for test in tests]
-            self.branch(choice, True if True in statuses else None if None in statuses else False, self.block)
+        return self.clauses(subject)
+
+    def clauses(self, subject: Word) -> Status:
+        """Follows the clauses `pattern) block;;` of `case` up to `esac`."""
+        self.skip("\n", "(", ";;")
+        if self.keyword() == "esac" or not self.peek():
+            self.expect("esac")
+            return True
+        patterns = [self.take_word()]
+        while self.peek() == "|":
+            self.index += 1
+            patterns.append(self.take_word())
+        self.expect(")")
+        # A pattern is no word of a command, although --rate) looks like a flag.
+        self.settled |= {pattern.position for pattern in patterns}
+        tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
+        statuses = [shell_test.status(test) for test in tests]
+        holds = True if True in statuses else None if None in statuses else False
+        return self.either(holds, self.block, partial(self.clauses, subject))
 
     # Single commands
 
     def test(self) -> Status:
         """Follows [[ … ]]. The status of a test with operators such as && is not computed."""
         start = self.index
-        while self.keyword() != "]]":
-            if not self.peek():
-                self.refuse("']]' is missing")
+        while self.peek() and self.keyword() != "]]":
             self.index += 1
         words = self.tokens[start : self.index]
-        self.index += 1
+        self.expect("]]")
         texts = [self.text(word) for word in words if isinstance(word, Word) and not self.halted]
         return shell_test.status(texts) if len(texts) == len(words) else None
 
@@ -417,7 +390,7 @@ class ShellRun(ShellVariables):
         if not texts:
             return True
         own_variables = words[: len(words) - len(program)]
-        _, variables = self.apart(lambda: self.declare(own_variables), self.variables)
+        _, variables = self.apart(lambda: self.declare(own_variables))
         names = self.exported_names | {word.assignment[1] for word in own_variables if word.assignment}
         environment = {name: variables[name] for name in names if name in variables}
         status = self.run(ShellCommand(texts, tuple(word.position for word in program), environment))
@@ -448,7 +421,7 @@ class ShellRun(ShellVariables):
         if writes or (heredoc and not reads):
             name = output.lstrip(">|").strip() if writes else f"heredoc {len(self.files)}"
             self.files[name] = self.files.get(name, "") * output.startswith(">>") + text
-        self.followed_heredocs += [heredoc] if heredoc and (reads or writes) else []
+        self.settled |= {heredoc.position} if heredoc and (reads or writes) else set()
 
     def run(self, command: ShellCommand) -> Status:
         """Follows the builtins of the shell and functions of the script, and records any other command."""
@@ -483,19 +456,14 @@ class ShellRun(ShellVariables):
 
     def call(self, body: int, arguments: list[str]) -> Status:
         """Follows the body of a function, which has arguments and local variables of its own."""
-        outer, departures = (self.index, self.variables, self.local_names), self.departures
-        self.index, self.variables, self.local_names = body, self.variables | {"@": arguments}, {"@"}
-        self.departures = []
-        self.depth += 1
-        status = self.command()
-        self.meet()
-        self.depth -= 1
-        if self.halted == "return":
-            self.halted = ""
-        changed, local_names = self.variables, self.local_names
-        self.index, self.variables, self.local_names = outer
-        self.departures = departures
+        outer = self.variables
+        own_fields = dict(variables=outer | {"@": arguments}, local_names={"@"}, departures=[], depth=self.depth + 1)
+        with self.changed(index=body, **own_fields):
+            status = self.command()
+            self.meet()
+            variables, local_names = self.variables, self.local_names
+        self.halted = "" if self.halted == "return" else self.halted
         # Local variables have their former values again, or none.
-        outer_values = {name: value for name, value in self.variables.items() if name in local_names}
-        self.variables = {name: x for name, x in changed.items() if name not in local_names} | outer_values
+        self.variables = {name: x for name, x in variables.items() if name not in local_names}
+        self.variables |= {name: x for name, x in outer.items() if name in local_names}
         return status

@@ -40,8 +40,7 @@ class ShellVariables:
 
     def assign(self, word: Word) -> None:
         """Sets the variable of a word name=value, name+=value or name=(…)."""
-        match = word.assignment
-        if not match:
+        if not (match := word.assignment):
             return
         name, index, appends = match.groups()
         values = self.variables.get(name, []) if appends else []
@@ -107,8 +106,7 @@ class ShellVariables:
         if part.text == "#":
             return [str(len(self.variables["@"]))]
         as_written = [f"${part.text}" if re.fullmatch(r"\w+", part.text) else f"${{{part.text}}}"]
-        match = PARAMETER.fullmatch(part.text)
-        if not match:
+        if not (match := PARAMETER.fullmatch(part.text)):
             return as_written
         name, index, sign, default = match.groups()
         values = self.variables.get("@" if name.isdigit() else name)
@@ -121,25 +119,24 @@ class ShellVariables:
             return values
         if not sign:
             return as_written
-        value = self.text_of(default, part)
+        value = self.text_of(default, is_quoted=part.is_quoted)
         self.variables |= {name: [value]} if sign[-1] == "=" else {}
         return [value]
 
-    def text_of(self, text: str, part: Part) -> str:
+    def text_of(self, text: str, *, is_quoted: bool = True) -> str:
         """Expands a text inside the marks of a part, such as the default in ${name:-default}."""
-        parts = Lexer(text).parts("", is_quoted=part.is_quoted)
-        return "".join(" ".join(self.expanded(inner)) for inner in parts)
+        return self.text(Word(tuple(Lexer(text).parts("", is_quoted=is_quoted)), 0))
 
     def heredoc_text(self, heredoc: Heredoc) -> str:
         """Returns the text of a heredoc, whose variables are expanded if its mark is not quoted."""
         # A double quotation mark has no meaning in a heredoc.
         quoted = re.sub(r'(\\?)"', r'\1\1\\"', heredoc.text)
-        return heredoc.text if heredoc.is_literal else self.text_of(quoted, Part("text", quoted, is_quoted=True))
+        return heredoc.text if heredoc.is_literal else self.text_of(quoted)
 
     def computed(self, text: str) -> str:
         """Returns the result of an arithmetic expression $((…)); the expression itself if a variable is unknown."""
         names = {name: values[0] for name, values in self.variables.items() if len(values) == 1}
-        inside = self.text_of(text, Part("arithmetic", text, is_quoted=True))
+        inside = self.text_of(text)
         try:
             total = calculated(inside, names, SHELL_OPERATORS)
         except (ValueError, KeyError, SyntaxError, ArithmeticError, RecursionError):

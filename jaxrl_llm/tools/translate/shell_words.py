@@ -79,8 +79,6 @@ class Heredoc:
 class Redirection(str):
     """Sign of a redirection, such as 2> or <. The next token is its file."""
 
-    __slots__ = ()
-
 
 Token: TypeAlias = "Word | Heredoc | str"
 
@@ -126,16 +124,13 @@ class Lexer:
 
     def word(self) -> Word:
         """Reads a word, which may be an array name=(…)."""
-        start, parts = self.position, []
-        if self.text.startswith(("<(", ">("), start):
-            parts.append(Part("command", self.nested()))
+        start = self.position
+        parts = [Part("command", self.nested())] if self.text.startswith(("<(", ">("), start) else []
         word = Word((*parts, *self.parts(BREAKS)), start)
         # A parenthesis directly behind name= begins an array.
-        plain = ASSIGNMENT.fullmatch(word.plain)
-        if plain and self.text.startswith("(", self.position):
+        if ASSIGNMENT.fullmatch(word.plain) and self.text.startswith("(", self.position):
             self.position += 1
-            elements = [token for token in self.tokens(")") if isinstance(token, Word)]
-            word = Word(word.parts, start, tuple(elements))
+            word = Word(word.parts, start, tuple(token for token in self.tokens(")") if isinstance(token, Word)))
         self.words.append(word)
         return word
 
@@ -164,14 +159,11 @@ class Lexer:
 
     def piece(self, is_quoted: bool) -> list[Part]:
         """Reads `…`, $name, '…', an escaped character or text; the end of a line behind a backslash is no part."""
-        match = self.read(QUOTED_PIECE if is_quoted else PIECE)
-        if not match:
+        if not (match := self.read(QUOTED_PIECE if is_quoted else PIECE)):
             self.refuse("a quotation has no end", self.position)
         kind, text = match.lastgroup, match[match.lastgroup or 0]
-        if kind == "command":
-            text = re.sub(r"\\([$`\\])", r"\1", text)
         if kind in ("command", "parameter"):
-            return [Part(kind, text, is_quoted)]
+            return [Part(kind, re.sub(r"\\([$`\\])", r"\1", text), is_quoted)]
         return [Part("text", text, is_quoted or kind != "text")] if kind else []
 
     def nested(self) -> str:
