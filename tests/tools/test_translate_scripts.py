@@ -39,6 +39,58 @@ def test_each_key_of_a_script_is_read_or_named(file):
     assert all(isinstance(value, Unread) or "$" not in str(value) for value in source.keys.values())
 
 
+CALL = "algorithm.adv_estimator=grpo data.train_files=a.parquet data.val_files=b.parquet data.train_batch_size=8"
+CALL += " actor_rollout_ref.model.path=m trainer.total_training_steps=9"
+TRL = "--model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward --max_steps 9"
+PARTLY_READ = {  # a script, fields of its config, and what is named as lost
+    "if blocks.sh": (
+        f"""ENGINE=${{1:-vllm}}
+USE_KL=1
+ARGS=()
+if [ "$USE_KL" = "1" ]; then
+    ARGS+=(actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01)
+else
+    ARGS+=(actor_rollout_ref.actor.entropy_coeff=0.1)
+fi
+if [[ -f extra.sh ]]; then ARGS+=(data.seed=3); fi
+case $ENGINE in
+    vllm) ARGS+=(actor_rollout_ref.rollout.gpu_memory_utilization=0.6) ;;
+    sglang) ARGS+=(actor_rollout_ref.rollout.multi_stage_wake_up=True) ;;
+esac
+if [ "${{NODE_RANK}}" -eq 0 ]; then
+    ray start --head
+    python3 -m verl.trainer.main_ppo {CALL} "${{ARGS[@]}}" actor_rollout_ref.rollout.name=$ENGINE
+else
+    ray start --address "$MASTER"
+fi
+""",
+        {"kl.coef": 0.01, "kl.placement": "loss"},
+        [
+            "${ARGS: a branch decides}: not a key with a value that the script says",
+            "line 7: actor_rollout_ref.actor.entropy_coeff=0.1",
+            "line 9: data.seed=3",
+            "line 12: actor_rollout_ref.rollout.multi_stage_wake_up=True",
+        ],
+    ),
+    "torchrun in a comment's way.sh": (
+        f"""torchrun --nproc_per_node=8 --nnodes 2 \\
+    trl/scripts/grpo.py {TRL} \\
+    --per_device_train_batch_size 2 \\
+    # --num_generations 16 \\
+    --beta 0.01
+""",
+        {"kl": None, "prompts_per_step": 4},
+        ["line 5: --beta"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "fields", "lost"), PARTLY_READ.values(), ids=PARTLY_READ)
+def test_what_a_branch_or_a_comment_keeps_from_a_command_is_named_as_lost(text, fields, lost, tmp_path):
+    source, made = read_and_translate(tmp_path, "run.sh", text)
+    assert {name: made.fields()[name] for name in fields} == fields and [*source.lost] == lost
+
+
 BEGIN = """
 import os, argparse, utils, torch
 from dataclasses import dataclass, field
