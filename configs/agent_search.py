@@ -54,6 +54,8 @@ def agent(endpoint: Any, row: dict[str, Any]) -> float:
     for _ in range(CALLS):
         completion = policy.chat.completions.create(model=endpoint.model, messages=messages, stop=stops, max_tokens=40)
         text = completion.choices[0].message.content
+        if completion.choices[0].finish_reason == "length":
+            return 0.0
         name, _, tool_input = text.rpartition("<")[2].partition(">")
         if name not in TOOLS:
             return float(name == "answer" and tool_input.strip() == row["answer"])

@@ -386,7 +386,7 @@ def run_defaults(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     problems, data = chosen_set(run, args.set), run.section(DataSettings, "data")
     if not problems and not (args.task and (args.function or is_task(args.task))):
         raise UserError("--task is missing, and the run has no section eval: name a task, or a file and --function")
-    own_task = args.task and is_task(args.task)
+    own_task = args.task and is_task(args.task) and "(" not in args.task
     if problems and not (problems.functions or own_task or args.function):
         raise UserError(
             "the run was evaluated on preference pairs only, so its config names no function that judges "

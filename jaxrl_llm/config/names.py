@@ -144,7 +144,7 @@ def split_call(text: str, field: str = "name") -> tuple[str, dict[str, Any]]:
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
             raise ValueError
         return ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError):
         raise UserError(
             f"{field} {text!r} must be a name, or a call with keyword arguments and plain values, such as "
             "'text.repetition(size=3)'"

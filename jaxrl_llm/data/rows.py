@@ -43,6 +43,9 @@ def check_source(field: str, source: str) -> None:
     if source.startswith(memory.PREFIX):
         memory.rows_of(source, field)
         return
+    if source.endswith(")"):
+        check_call(source, SOURCES, field)
+        return
     if source.endswith(".parquet"):
         extras.require("pyarrow", "parquet", f"{field} = {source!r}")
     if source.endswith(FILES) or hub.check(field, source):
@@ -53,10 +56,7 @@ def check_source(field: str, source: str) -> None:
     file, _, split = source.rpartition("@")
     if file.endswith(FILES):
         raise UserError(f"{field} = {source!r}: a file has no split {split!r}; set the field to {file!r}")
-    is_call = source.endswith(")")
-    if not is_call and (
-        "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst")
-    ):
+    if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
         raise UserError(f"{field} = {source!r}: a file of rows must be {KINDS}; convert it to one of these kinds")
     check_call(source, SOURCES, field)
 

@@ -20,14 +20,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% set goes_on = not loop.first and loop.previtem['role'] == 'tool' and message['role'] == 'assistant' %}"
     "{% if message['role'] != 'tool' and not goes_on %}"
-    "{{ '<|' + message['role'] + '|>' }}{% endif %}{{ message['content'] }}"
+    "{{ '<|' + message['role'] + '|>' }}{% endif %}{{ '' + message['content'] }}"
     "{% set ends = loop.last or loop.nextitem['role'] != 'tool' %}"
     "{% if message['role'] == 'assistant' and ends %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}{{ '<|assistant|>' }}{% endif %}"
 )
 # This template also accepts a message whose content is a list of texts and images.
 VISION_TEMPLATE = CHAT_TEMPLATE.replace(
-    "{{ message['content'] }}",
+    "{{ '' + message['content'] }}",
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '"
     + IMAGE_START

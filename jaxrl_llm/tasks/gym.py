@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, checked_by
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.tasks.protocol import Reply
 
 
@@ -51,5 +51,6 @@ def _game(make: str, field: str) -> Any:
     module, _, name = make.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{field} = {make!r} must be my.module.function, which returns a game: {error}") from error
+    except Exception as error:  # the user's code
+        problem = describe(error)
+        raise UserError(f"{field} = {make!r} must be my.module.function, which returns a game: {problem}") from error

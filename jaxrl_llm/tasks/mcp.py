@@ -19,6 +19,7 @@ from jaxrl_llm.tasks.protocol import OwnError, Reply
 from jaxrl_llm.tasks.tools import answer_calls
 
 WRONG_CALLS = (-32601, -32602)  # codes of JSON-RPC for a tool that does not exist, and for wrong arguments
+CLOSED = -32000  # code of MCP for a connection that has ended
 STALLED = (-32001, 408)  # codes of MCP for a request without an answer in time
 
 
@@ -102,15 +103,19 @@ class Connection:
         from mcp import MCPError
 
         client = await self._connected()
+        used = self._client
         try:
             return await asyncio.wait_for(getattr(client, method)(*arguments, **options), self._timeout + 1)
         except Exception as error:
-            code = error.code if isinstance(error, MCPError) else None
+            code = error.code if isinstance(error, MCPError) else CLOSED
             if code in WRONG_CALLS:
                 raise OwnError(summarize_error(error)) from error
             if code in STALLED or isinstance(error, TimeoutError):
                 raise ServerError("server_stalled", f"no answer in {self._timeout:g} seconds") from error
-            self._client = None
+            if code != CLOSED:  # an answer, after which the connection works for the other episodes
+                raise ServerError("server_errors", summarize_error(error)) from error
+            # Another episode may have connected again already.
+            self._client = None if self._client is used else self._client
             raise ServerError("server_closed", summarize_error(error)) from error
 
     async def _connected(self) -> Any:
@@ -134,6 +139,8 @@ class Connection:
                 while self._client is connected:
                     await asyncio.sleep(1)
         except BaseException as error:
+            while isinstance(error, BaseExceptionGroup):  # the client's tasks fail as a group
+                error = error.exceptions[0]
             if not connected.done():
                 self._client = None
                 connected.set_exception(ServerError("server_unreachable", summarize_error(error)))
@@ -146,7 +153,7 @@ def _connection(server: str, timeout: float) -> Connection:
     field = f"config.env.server = {server!r}"
     try:
         connection = Connection(server, timeout)
-    except ServerError as error:
+    except (ServerError, OwnError) as error:
         raise UserError(f"{field}: {error}: start the server, or correct the address or the command") from error
     if not connection.schemas:
         raise UserError(f"{field}: this server offers no tools: use another server")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -12,9 +11,14 @@ from jaxrl_llm.machine import extras
 from jaxrl_llm.tasks import each_judged
 
 
+def _require() -> None:
+    """Raises: UserError, if reasoning-gym is not installed."""
+    extras.require("reasoning_gym", "reasoning", "a task of reasoning_gym")
+
+
 def _check(task: str, size: int, seed: int, settings: dict[str, Any] | None) -> None:
     """Raises: UserError, if reasoning-gym is not installed, or has no such task or setting."""
-    extras.require("reasoning_gym", "reasoning", "reasoning_gym.rows")
+    _require()
     try:
         _problems(task, 1, seed, settings or {})
     except Exception as error:  # each task checks its settings in its own way
@@ -30,24 +34,27 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Returns problems of a task, such as "chain_sum".
 
-    size: number of problems; seed: problems of another seed are other ones; settings: arguments of the task, such as
-    {"max_terms": 3}, None for its defaults.
+    size: number of problems; seed: seed of the first problem, to which each next one adds 1, so that seeds 0 and
+    1000000 have other problems; settings: arguments of the task, such as {"max_terms": 3}, None for its defaults.
     """
     return [
         {"prompt": [{"role": "user", "content": problem["question"]}], "answer": problem["answer"], "task": task}
-        # A verifier reads what a task knows about a problem. As text, all rows have columns of one type.
-        | {"metadata": json.dumps(problem["metadata"], default=str)}
+        | {"metadata": problem["metadata"]}  # what a verifier reads beside the answer
         for problem in _problems(task, size, seed, settings or {})
     ]
 
 
+@checked_by(_require)
 def score(
     completions: list[Any], answer: list[Any], task: list[Any], metadata: list[Any], **columns: Any
 ) -> list[float | None]:
     """Returns the verifier's points, 0 to 1. 1 is the answer alone; an answer among words may get a part."""
-    return each_judged(_points, completions, answer, task, metadata)
+    # Some tasks have no answer, because their verifiers read the metadata alone.
+    problems = [{"answer": one, "metadata": of_one} for one, of_one in zip(answer, metadata, strict=True)]
+    return each_judged(_points, completions, task, problems)
 
 
+@checked_by(_require)
 def accuracy(
     completions: list[Any], answer: list[Any], task: list[Any], metadata: list[Any], **columns: Any
 ) -> list[float | None]:
@@ -69,9 +76,9 @@ def _verifier(task: str) -> Any:
     return reasoning_gym.get_score_answer_fn(task)
 
 
-def _points(text: str, answer: str, task: str, metadata: str) -> float:
-    problem = {"answer": answer, "metadata": json.loads(metadata)}
+def _points(text: str, task: str, problem: dict[str, Any]) -> float:
+    verifier = _verifier(task)
     try:
-        return float(_verifier(task)(text.strip(), problem))
+        return float(verifier(text.strip(), problem))
     except Exception:  # some verifiers raise an error where they cannot read an answer
         return 0.0

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 
+from mcp import MCPError
 from mcp.server import MCPServer
 
 server = MCPServer("tests")
@@ -25,6 +26,12 @@ def echo(text: str, times: int = 1) -> str:
 def fail() -> str:
     """Raises an error."""
     raise ValueError("broken")
+
+
+@server.tool()
+def refuse() -> str:
+    """Answers with an error of the protocol."""
+    raise MCPError(-32603, "internal")
 
 
 @server.tool()

@@ -55,6 +55,11 @@ def test_a_server_that_stalls_or_ends_costs_a_call_and_not_the_next_one():
     tools = MCPTools(server=COMMAND, timeout=1.0)
     assert counted(tools, "stall")[1] == {"errors": 1.0, "server_stalled": 1.0}
     assert counted(tools, "add", a=1, b=1) == ("2", {})
+    assert counted(tools, "refuse")[1] == {"errors": 1.0, "server_errors": 1.0}
+    with ThreadPoolExecutor(2) as threads:  # the end of the connection is no fault of the next one
+        ended = [threads.submit(counted, tools, "die"), threads.submit(counted, tools, "stall")]
+        assert all(call.result()[1]["errors"] == 1 for call in ended)
+    assert counted(tools, "add", a=2, b=2) == ("4", {})
     assert counted(tools, "die")[1] == {"errors": 1.0, "server_closed": 1.0}
     assert counted(tools, "add", a=2, b=1) == ("3", {})
 

@@ -29,13 +29,19 @@ def rows_of(source: str) -> list[dict[str, Any]]:
 
 def test_a_source_gets_the_arguments_of_its_call():
     name = f"{__name__}.squares"
-    for call, arguments in {"": {}, "(size=3)": {"size": 3}, "(first=5, size=1)": {"first": 5, "size": 1}}.items():
+    long = {"size": 1, "first": int("9" * 300)}
+    for call, arguments in {
+        "": {},
+        f"(size=1, first={long['first']})": long,
+        "(size=3)": {"size": 3},
+        "(first=5, size=1)": {"first": 5, "size": 1},
+    }.items():
         assert rows_of(name + call) == squares(**arguments)
 
 
 @pytest.mark.parametrize(
-    "call", ["squares(last=3)", "squares(3)", "squares(size=x)", "no_function(size=3)"],
-    ids=["another argument", "without a name", "no plain value", "another function"],
+    "call", ["squares(last=3)", "squares(3)", "squares(size=x)", "squares(size={[]: 1})", "no_function(size=3)"],
+    ids=["another argument", "without a name", "no plain value", "no key", "another function"],
 )  # fmt: skip
 def test_a_wrong_call_of_a_source_is_refused(call):
     with pytest.raises(UserError, match=r"^config\.data\.source"):
@@ -48,21 +54,24 @@ def test_rows_of_a_game_ask_with_the_first_observation_of_their_seed():
     assert rows == gym.rows(make=make, size=3, seed=4) and [row["seed"] for row in rows] == [4, 5, 6]
     for row in rows:
         assert row["prompt"] == [{"role": "user", "content": str(Corridor().reset(seed=row["seed"])[0])}]
-    with pytest.raises(UserError, match=r"gym\.rows"):
-        check_source("config.data.source", "gym.rows(make='no_module.make', size=3)")
+    for make in ("no_module.make", "os.sep", "os.kill"):
+        with pytest.raises(UserError, match=r"gym\.rows"):
+            check_source("config.data.source", f"gym.rows(make={make!r}, size=3)")
 
 
 @pytest.mark.needs("reasoning_gym")
 def test_problems_of_reasoning_gym_repeat_by_seed_and_have_verifiers():
     for task in TASKS:
         rows = rows_of(f"reasoning_gym.rows(task={task!r}, size=5, seed=3)")
-        assert rows == reasoning_gym.rows(task=task, size=5, seed=3) != reasoning_gym.rows(task=task, size=5)
+        assert rows == reasoning_gym.rows(task=task, size=5, seed=3)
+        others = reasoning_gym.rows(task=task, size=4, seed=4)  # each problem has a seed of its own
+        assert [row["prompt"] for row in rows[1:]] == [row["prompt"] for row in others]
         columns = {name: [row[name] for row in rows] for name in ("answer", "task", "metadata")}
         answers: list[Any] = columns["answer"]
         assert reasoning_gym.accuracy(answers, **columns) == [1.0] * 5
         assert reasoning_gym.accuracy(["no answer"] * 5, **columns) == [0.0] * 5
-        columns["answer"] = [None, *answers[1:]]
-        assert reasoning_gym.score(answers, **columns)[0] is None
+        columns["task"] = [None, *columns["task"][1:]]
+        assert reasoning_gym.score(answers, **columns) == [None, 1.0, 1.0, 1.0, 1.0]
     for call in ("task='chainsum', size=2", "task='gcd', size=2, settings={'most': 3}", "task='gcd', size=0"):
         with pytest.raises(UserError):
             check_source("config.data.source", f"reasoning_gym.rows({call})")
@@ -70,14 +79,14 @@ def test_problems_of_reasoning_gym_repeat_by_seed_and_have_verifiers():
 
 @pytest.mark.slow
 @pytest.mark.needs("reasoning_gym")
-def test_a_run_trains_on_three_tasks_of_reasoning_gym(tmp_path):
+def test_a_run_trains_on_tasks_of_reasoning_gym(tmp_path):
     model = str(write_model(tmp_path / "model", "qwen2_5", "qwen2_tied"))
-    limits = {"model.path": model, "data.max_prompt_tokens": 400, "rollout.max_completion_tokens": 2}
+    limits = {"model.path": model, "data.max_prompt_tokens": 2000, "rollout.max_completion_tokens": 2}
     config = tiny(num_steps=5, **SHORT, **limits | {"data.overlong": "drop", "data.source": ""})
     with config.unlocked():
         config.reward.functions, config.reward.weights = ("reasoning_gym.score",), (1.0,)
         config.data.mixture = ConfigDict()
-        for task in TASKS:
+        for task in (*TASKS, "graph_color"):  # the last one has no answer: its verifier reads the metadata alone
             source = f"reasoning_gym.rows(task={task!r}, size=50)"
             config.data.mixture[task] = ConfigDict(dict(source=source, convert="", weight=1.0))
     records = list(steps(config, tmp_path / "run"))

@@ -108,8 +108,8 @@ def _read(path: Path, text: str) -> ForeignConfig:
 
 def requirements(path: Path, text: str) -> list[str]:
     """Returns the texts of the files that a script installs with `pip install -r FILE`, and that are beside it."""
-    files = [path.parent / name for name in re.findall(r"\bpip install .*?-r[ =]?(\S+)", text)]
-    return [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    files = [path.parent / name for name in re.findall(r"\bpip install .*?-r[ =]?[\"']?([^\s\"';&]+)", text)]
+    return [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
 
 
 def pinned_version(table: TrainerTable, text: str) -> str:
