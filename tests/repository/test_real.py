@@ -19,6 +19,7 @@ from benchmarks.real.gguf_folder import GEMMA3_NORMS, KERNELS, LLAMA_NORMS, conv
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.models import hf
+from jaxrl_llm.recipe import missing
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -163,7 +164,8 @@ CONFIGS = [file for file in sorted((ROOT / "benchmarks/real").glob("*.py")) if "
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_config_of_a_real_model_is_accepted(file):
-    recipes.read_either(load(file))
+    with missing.collected():  # such as the package reasoning-gym
+        recipes.read_either(load(file))
 
 
 def test_every_case_has_a_config():

@@ -224,7 +224,7 @@ def test_a_run_with_images_of_a_family_that_is_here_is_complete(tmp_path, capsys
     assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 1000, 0) == 0
     printed = capsys.readouterr().out
     assert "not supported" not in printed
-    wording(printed)
+    wording(printed.partition("could not judge:")[0])  # what follows depends on the packages that are here
     # A name that says nothing of a tower: the run needs a model that has one.
     write(tmp_path, "run.sh", easyr1_script(tmp_path, "/models/of_last_week", words))
     assert program.run(tmp_path / "run.sh", None, 1000, 0) == 0
