@@ -1,4 +1,4 @@
-"""Tools of MCP servers: of programs that speak over standard input and output, or of servers at an address."""
+"""Tools of MCP servers, which are programs that speak over standard input and output, or have an address."""
 
 from __future__ import annotations
 
