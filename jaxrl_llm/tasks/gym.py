@@ -14,7 +14,8 @@ from jaxrl_llm.tasks.protocol import Reply
 def rows(*, make: str, size: AtLeastOne, seed: Count = 0) -> list[dict[str, Any]]:
     """Returns rows for `Gym` with the seed_column "seed": each asks with the first observation of the seed's game.
 
-    make: `my.module.function`, which returns a game; size: number of rows; seed: seed of the first row's game, to which each next row adds 1.
+    make: `my.module.function`, which returns a game; size: number of rows; seed: seed of the first row's
+    game, to which each next row adds 1.
     """
     game, made = _game(make, "gym.rows: make"), []
     for number in range(seed, seed + size):
