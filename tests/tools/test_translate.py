@@ -849,6 +849,16 @@ def test_tools_of_several_turns_are_an_environment_or_unknown(tmp_path):
         assert program.run(tmp_path / "a.sh", None, 0, 0) == int(bool(unknown)), more
 
 
+@pytest.mark.parametrize(
+    ("more", "is_said"),
+    [("", True), ("mode=async", True), ("mode=sync", False), ("agent.default_agent_loop=tool_agent", False)],
+)
+def test_that_verl_gives_tools_only_to_rows_with_an_agent_name_is_said(more, is_said, tmp_path):
+    tools = f"{V}{OWN}{TURNS}.enable=True {TURNS}.tool_config_path=tools.yaml "
+    made = made_of(tmp_path, "a.sh", tools + f"actor_rollout_ref.rollout.{more}" * bool(more))
+    assert ("agent_name" in made.outcomes[f"{TURNS}.enable"].reason) == is_said
+
+
 def test_arguments_of_a_reward_and_loggers_are_carried_over(tmp_path):
     reward = "custom_reward_function.path=my_rw.py +custom_reward_function.reward_kwargs.alpha=0.25 "
     logs = "trainer.logger='[console,wandb]' trainer.project_name=sums"

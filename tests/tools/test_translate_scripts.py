@@ -169,6 +169,9 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
      {"kl.coef": 0.2}, ["optim.learning_rate"]),
     ("@dataclass\nclass A:\n    b: float = field(default=0.3)\n    c: float = field(metadata={})\n"
      "a = A()\nargs.beta, args.temperature = a.b, a.c", {"kl.coef": 0.3}, ["rollout.temperature"]),
+    *((f"def make():\n    return [0.4]\n@dataclass\nclass A:\n    b: list = field(default_factory={factory})\n"
+       f"a = A()\na.b.append(0.5)\nargs.beta = a.b[{index}]", {"kl.coef": beta}, [])
+      for factory, index, beta in (("lambda: [0.4, 1.0]", 0, 0.4), ("make", 0, 0.4), ("list", 0, 0.5))),
     *((f"more = dict(beta=0.1)\n{line}\nargs.beta = more['beta']", {}, ["kl"])
       for line in ("more.pop('beta')", "del more['beta']", "more.update(beta=build(1))", "more.update(build(1))")),
     # an entry of a list, an operator, and what only looks like a value

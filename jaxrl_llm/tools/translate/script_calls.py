@@ -189,7 +189,7 @@ class ScriptRun(Interpreter):
             return ScriptObject(MADE[name], name, arguments)
         if name in CASTS and not foreign and is_literal(arguments):
             with suppress(KeyError, TypeError, ValueError):
-                return CASTS[name](arguments["0"])
+                return CASTS[name](*arguments.values())
         return (self.changing_call if foreign else self.unknown_call)(name, list(arguments.values()), node)
 
     def environment_variable(self, node: ast.Call) -> Any:
@@ -338,8 +338,16 @@ class ScriptRun(Interpreter):
     call_vars = call_asdict
 
     def call_field(self, parent: str, node: ast.Call) -> Any:
-        """Interprets a dataclass's field(default=...): the default."""
-        return self.arguments(node).get("default", Unread(snippet(node)))
+        """Interprets a dataclass's field(default=...) or field(default_factory=...): the default.
+
+        The factory is a function without arguments, such as `list` or `lambda: [1.0, 0.4]`.
+        """
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        factory = given.get("default_factory")
+        if factory and not isinstance(factory, ast.Lambda):
+            return self.call(ast.copy_location(ast.Call(factory, [], []), node))
+        default = factory.body if isinstance(factory, ast.Lambda) else given.get("default")
+        return self.value(default) if default else Unread(snippet(node))
 
     def call_HfArgumentParser(self, parent: str, node: ast.Call) -> ScriptObject:
         """Interprets a parser of command lines that fills the dataclasses of its argument."""

@@ -139,7 +139,11 @@ def tools(value: Any, keys: Keys) -> Outcome:
         "turns.tokens": tokens,
         "turns.observation_tokens": min(int(keys.get(f"{TURNS}max_tool_response_length") or 256), tokens),
     }
-    reason = SENTENCES["TOOLS"] + "; veRL has no limit of turns" * (not limits)
+    # Only a sentence depends on these keys, so `keys` need not record the request.
+    needs_agent_name = keys.values.get(f"{ROLLOUT}agent.default_agent_loop") != "tool_agent"
+    needs_agent_name = needs_agent_name and keys.values.get(f"{ROLLOUT}mode") != "sync"
+    reasons = [SENTENCES["TOOLS"]] + ["veRL has no limit of turns"] * (not limits)
+    reason = "; ".join(reasons + [SENTENCES["ROWS_WITH_TOOLS"]] * needs_agent_name)
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
     # The tools are classes of veRL, whose code is not read.
     tools_task = f"{task}: they do what the tools of {keys[f'{TURNS}tool_config_path']} do"
