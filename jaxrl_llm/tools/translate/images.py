@@ -16,7 +16,7 @@ FAMILIES = read_names("image_families")  # {module in models/: pattern of the na
 READABLE = ", ".join(sorted(FAMILIES))
 # {kind of models or rows: pattern of their names}
 PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in read_names("image_patterns").items()}
-IMAGE_MODEL = re.compile("|".join([*FAMILIES.values(), PATTERNS["other_model"].pattern]), re.IGNORECASE)
+PATTERNS["image_model"] = re.compile("|".join([*FAMILIES.values(), PATTERNS["other_model"].pattern]), re.IGNORECASE)
 PIXELS = read_names("pixels")  # {argument of an image processor: field}
 
 
@@ -26,25 +26,18 @@ def family_of(model: str) -> str:
     return matching[0] if matching else "other" if PATTERNS["other_model"].search(model) else ""
 
 
-def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Pattern[str]) -> str:
-    """Returns the key and value of the first model or data set whose name matches its pattern; "" if none does."""
+def evidence(values: Mapping[str, Any], media: str) -> str:
+    """Returns the key and value that show that a run has images, or video or audio; "" if it has none.
+
+    media: "image", or "sound" for video and audio.
+    """
     # The keys of models come first, because the name of a model is the stronger evidence.
-    patterns = dict.fromkeys(MODEL_KEYS, models) | dict.fromkeys(DATA_KEYS, rows)
-    found = (key for key, pattern in patterns.items() if key in values and pattern.search(str(values[key])))
-    return next((f"{key} = {values[key]}" for key in found), "")
-
-
-def image_evidence(values: Mapping[str, Any]) -> str:
-    """Returns the key and value that show that a run has images; "" for a run of text."""
-    switches = (key for key in values if any(name in key for name in WORDS["image_switches"]))
-    switched_on = (f"{key} = {values[key]}" for key in switches if values[key] not in (None, False, 0, "", "null"))
-    return evidence(values, IMAGE_MODEL, PATTERNS["image_rows"]) or next(switched_on, "")
-
-
-def sound_evidence(values: Mapping[str, Any]) -> str:
-    """Returns the key and value that show that a run has video or audio; "" if it has none."""
-    audio = (f"{key} = True" for key, value in values.items() if key.endswith("use_audio_in_video") and value is True)
-    return evidence(values, PATTERNS["sound_model"], PATTERNS["sound_rows"]) or next(audio, "")
+    patterns = dict.fromkeys(MODEL_KEYS, PATTERNS[f"{media}_model"])
+    patterns |= dict.fromkeys(DATA_KEYS, PATTERNS[f"{media}_rows"])
+    shown_by = [key for key, pattern in patterns.items() if key in values and pattern.search(str(values[key]))]
+    switches = [key for key in values if any(name in key for name in WORDS[f"{media}_switches"])]
+    shown_by += [key for key in switches if values[key] not in (None, False, 0, "", "null")]
+    return f"{shown_by[0]} = {values[shown_by[0]]}" if shown_by else ""
 
 
 def refusal(values: Mapping[str, Any]) -> str:
@@ -52,13 +45,13 @@ def refusal(values: Mapping[str, Any]) -> str:
     for key in MODEL_KEYS:
         if family_of(str(values.get(key, ""))) == "other":
             return f"{key} = {values[key]} reads images, but jaxrl_llm only has {READABLE}"
-    reason = sound_evidence(values)
+    reason = evidence(values, "sound")
     return f"this run has video or audio ({reason}), which no model of jaxrl_llm reads" if reason else ""
 
 
 def note(values: Mapping[str, Any]) -> str:
     """Returns a note for a run with images whose model is not known to read images; "" for other runs."""
-    reason = image_evidence(values)
+    reason = evidence(values, "image")
     if not reason or any(family_of(str(values[key])) for key in MODEL_KEYS if key in values):
         return ""
     return f"this run has images ({reason}): model.path must be a model of {READABLE}"
@@ -69,7 +62,7 @@ def has_images(keys: Keys) -> bool:
 
     Another name of the model could show it too. So reading its key marks the answer as one that depends on the model.
     """
-    if image_evidence(keys.values):
+    if evidence(keys.values, "image"):
         return True
     for key in MODEL_KEYS:
         keys.get(key)
@@ -78,7 +71,7 @@ def has_images(keys: Keys) -> bool:
 
 # Conditions of keys that have an effect only in some runs, each with the reason why they have none in other runs.
 HAS_IMAGES = (has_images, "the key is for images, and this run has none")
-HAS_SOUND = (lambda keys: sound_evidence(keys.values), "the key is for video or audio, and this run has none")
+HAS_SOUND = (lambda keys: evidence(keys.values, "sound"), "the key is for video or audio, and this run has none")
 
 
 def processor(row: Row, value: Any, keys: Keys) -> Outcome:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts, trl_rows  # noqa: F401 (tables name trl_rows)
+from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts  # noqa: F401 (tables name them)
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, TrainerTable, Unread, Version
 from jaxrl_llm.tools.translate.table import Row, read_names, read_rows, trainer_table
 
