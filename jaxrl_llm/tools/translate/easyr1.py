@@ -5,14 +5,12 @@ The table follows EasyR1's examples/config.yaml of commit 46c6c21. family.py has
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from jaxrl_llm.tools.translate import conversions, family, images, verl
+from jaxrl_llm.tools.translate import conversions, family, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names, read_rows, trainer_table
 
-MODEL = "worker.actor.model."
 ROWS = read_rows("easyr1")
 FAMILY = family.Family(
     rows=ROWS,
@@ -21,7 +19,6 @@ FAMILY = family.Family(
     in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"]),
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"],
 )
-tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora.rank"]))
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
@@ -78,10 +75,6 @@ def around(value: Any, keys: Keys) -> Outcome:
         return Outcome("mapped", {"data.format_prompt": str(value)}, "the template itself, and not its file")
     task = f"a copy of {value}, or the template itself"
     return Outcome("mapped", {"data.format_prompt": str(value)}, tasks={"data.format_prompt": task})
-
-
-lora = partial(verl.adapter, f"{MODEL}lora.", f"{MODEL}lora.")
-critic_path = partial(verl.critic_model, f"{MODEL}model_path")
 
 
 def strategy(row: Row, value: Any, keys: Keys) -> Outcome:

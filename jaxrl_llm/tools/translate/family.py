@@ -150,6 +150,24 @@ class Family:
         reason = f"counts rollouts: {value} x {updates} optimizer steps"
         return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
 
+    # Rules of keys of the models.
+
+    def critic_path(self, value: Any, keys: Keys) -> Outcome:
+        """Translates the model that the critic starts from to `critic.path`, which is empty for the policy's model."""
+        policy_path = keys[self.keys_of["model.path"]]
+        return Outcome("mapped", {"critic.path": "" if value in (None, policy_path) else str(value)})
+
+    def lora(self, value: Any, keys: Keys) -> Outcome:
+        """Translates LoRA's keys to `adapters`."""
+        rank, alpha, targets = (self.keys_of[f"adapters.{name}"] for name in ("rank", "alpha", "targets"))
+        excluded = keys.get(f"{self.rows[targets].section}exclude_modules")
+        outcome = conversions.lora(keys[rank], keys[alpha], keys[targets])
+        return images.adapters_beside_tower(outcome, keys[targets], excluded, keys)
+
+    def tower(self, row: Row, value: Any, keys: Keys) -> Outcome:
+        """Translates `freeze_vision_tower` to `model.vision`. The row says why the trainer ignores the key."""
+        return images.tower(value, bool(keys[self.keys_of["adapters.rank"]]), row.why)
+
     # Rules of keys of the objective.
 
     def advantage(self, value: Any, keys: Keys) -> Outcome:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate.documents import flatten_sections
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import SENTENCES, WORDS, Row, read_names
 
 MODEL_KEYS, DATA_KEYS = WORDS["model_keys"], WORDS["data_keys"]
@@ -84,20 +84,16 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
 
 
-def tower(has_adapters: Callable[[Keys], bool], ignored_reason: str = "") -> Rule:
-    """Returns the rule of a key that freezes the vision tower, which sets `model.vision`.
+def tower(is_frozen: Any, has_adapters: bool, ignored_reason: str = "") -> Outcome:
+    """Translates the value of a key that freezes the vision tower to `model.vision`.
 
     has_adapters: whether the translated run trains only adapters. ignored_reason: reason why the other trainer ignores
     the key, "" if it obeys the key.
     """
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if has_adapters(keys):
-            return Outcome("mapped", {"model.vision": "frozen"}, "only adapters learn, and they are on layers for text")
-        reason = ignored_reason if value else ""
-        return Outcome("changed" if reason else "mapped", {"model.vision": "frozen" if value else "learns"}, reason)
-
-    return rule
+    if has_adapters:
+        return Outcome("mapped", {"model.vision": "frozen"}, "only adapters learn, and they are on layers for text")
+    reason = ignored_reason if is_frozen else ""
+    return Outcome("changed" if reason else "mapped", {"model.vision": "frozen" if is_frozen else "learns"}, reason)
 
 
 def adapters_beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> Outcome:

@@ -18,8 +18,7 @@ from itertools import dropwhile
 from typing import Any, NoReturn, TypeAlias
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import shell_test
-from jaxrl_llm.tools.translate.shell_values import ShellVariables, Variables, merged
+from jaxrl_llm.tools.translate.shell_values import ShellVariables, Variables, merged, negated, status_of_test
 from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Redirection, Token, Word
 
 # Keywords that end a block.
@@ -31,6 +30,8 @@ VARIABLE_SETTERS = ("read", "mapfile", "readarray", "printf", "let", "unset")
 # A command that runs a text as a script, such as bash -c "…".
 NESTED_SHELL = re.compile(r"eval |(?:.* )?(?:\S*/)?(?:ba|z)?sh -[a-z]*c ", re.DOTALL)
 NAME = r"[A-Za-z_]\w*"  # name of a variable
+# Rounds of a loop whose number is unknown. The second one sees variables that the first one has made unknown.
+UNKNOWN_ROUNDS: list[Variables] = [{}, {}]
 MAX_DEPTH = 16  # functions that call each other
 MAX_COMMANDS = 20_000  # commands of a script with all rounds of its loops
 # Whether a command or block succeeds; None if that is unknown, as for each program, because no program is run.
@@ -159,7 +160,7 @@ class ShellRun(ShellVariables):
         status = self.pipeline()
         while (sign := self.peek()) in ("&&", "||"):
             self.skip("&&", "||", "\n")
-            holds = status if sign == "&&" else shell_test.negated(status)
+            holds = status if sign == "&&" else negated(status)
             status = self.either(holds, self.pipeline, lambda kept=status: kept)
         if self.peek() == "&":
             self.variables, self.halted = before
@@ -232,7 +233,8 @@ class ShellRun(ShellVariables):
                 return self.for_loop()
             case "while" | "until":
                 status = self.body("do")
-                return self.unknown_rounds(status if name == "while" else shell_test.negated(status))
+                is_left = (status if name == "while" else negated(status)) is False
+                return self.rounds(UNKNOWN_ROUNDS, False if is_left else None)
             case "case":
                 return self.case()
             case "[[":
@@ -243,7 +245,7 @@ class ShellRun(ShellVariables):
                 return self.apart(lambda: self.body(")"))[0]
             case "!":
                 self.index += 1
-                return shell_test.negated(self.command())
+                return negated(self.command())
         return self.simple()
 
     def function(self) -> Status:
@@ -273,7 +275,7 @@ class ShellRun(ShellVariables):
     def for_loop(self) -> Status:
         """Follows a `for` loop once for each word. The number of rounds of `for ((…))` is unknown."""
         self.index += 1
-        variable, values = self.take_word(), [] if self.halted else list(self.variables["@"])
+        variable, values = self.take_word(), list(self.variables["@"])
         self.skip("\n")
         if self.keyword() == "in":
             self.index += 1
@@ -283,36 +285,31 @@ class ShellRun(ShellVariables):
                 values += [] if self.halted else self.fields(word)
         self.skip(";", "\n")
         self.expect("do")
-        if not variable.plain:
-            self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
-            return self.unknown_rounds(None)
+        if variable.plain:
+            return self.rounds([{variable.plain: [value]} for value in values], True)
+        self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
+        return self.rounds(UNKNOWN_ROUNDS, None)
+
+    def rounds(self, rounds: Sequence[Variables], runs: Status) -> Status:
+        """Follows the body of a loop once for each round.
+
+        rounds: variables that the loop sets for each round. runs: whether the body runs; None if that is unknown, as in
+        `while read line; do …; done < file`.
+        """
         body = self.index
         # A loop without a round moves behind its body too.
         self.passed(self.block)
-        for value in values:
+        rounds = [] if self.halted else rounds
+        for variables in rounds:
             self.index = body
-            self.variables[variable.plain] = [value]
-            self.block()
+            self.variables |= variables
+            self.either(runs, self.block, lambda: None)
             self.halted = "" if self.halted == "continue" else self.halted
             if self.halted:
                 break
-        if values:
+        if rounds:
             self.halted = "" if self.halted == "break" else self.halted
             self.meet()
-        self.expect("done")
-        return None
-
-    def unknown_rounds(self, holds: Status) -> Status:
-        """Follows the body of a loop whose number of rounds is unknown, such as `while read line; do …; done < file`.
-
-        The body is followed twice, because its second round sees variables that the first round has made unknown.
-        holds: status of the condition before the first round. If it is False, the body does not run.
-        """
-        body = self.index
-        for _ in range(2):
-            self.index = body
-            self.either(False if holds is False else None, self.block, lambda: None)
-        self.meet()
         self.expect("done")
         return None
 
@@ -338,7 +335,7 @@ class ShellRun(ShellVariables):
         # A pattern is no word of a command, although --rate) looks like a flag.
         self.settled |= {pattern.position for pattern in patterns}
         tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
-        statuses = [shell_test.status(test) for test in tests]
+        statuses = [status_of_test(test) for test in tests]
         holds = True if True in statuses else None if None in statuses else False
         return self.either(holds, self.block, partial(self.clauses, subject))
 
@@ -352,7 +349,7 @@ class ShellRun(ShellVariables):
         words = self.tokens[start : self.index]
         self.expect("]]")
         texts = [self.text(word) for word in words if isinstance(word, Word) and not self.halted]
-        return shell_test.status(texts) if len(texts) == len(words) else None
+        return status_of_test(texts) if len(texts) == len(words) else None
 
     def simple(self) -> Status:
         """Follows the words, heredocs and redirections of a command: variables, a test or a program."""
@@ -382,7 +379,7 @@ class ShellRun(ShellVariables):
             return None
         name = program[0].plain
         if name in ("[", "test"):
-            return shell_test.status([name, *map(self.text, program[1:])])
+            return status_of_test([name, *map(self.text, program[1:])])
         if name in DECLARATIONS:
             exports = name == "export" or any(re.match("-[a-zA-Z]*x", word.plain) for word in program[1:])
             return self.declare(program[1:], is_local=name in ("local", "declare", "typeset"), exports=exports)

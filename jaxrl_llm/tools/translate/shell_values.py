@@ -1,15 +1,18 @@
-"""Expands the words of a shell script with the values of its variables, so that hyperparameters become numbers.
+"""Expands the words of a shell script with the values of its variables, and computes its tests [ … ] and [[ … ]].
 
-shell.py calls it for each command of a recipe of another trainer. An unknown variable stays as $name in the text.
+shell.py calls it for each command of a recipe of another trainer. An unknown variable stays as $name in the text. The
+status of a test is None if it is unknown: a text with a $ in it is, because the script does not say the variable.
 """
 
 from __future__ import annotations
 
 import ast
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from jaxrl_llm.errors import UserError
@@ -27,6 +30,9 @@ Variables: TypeAlias = dict[str, list[str]]
 MAX_LENGTH = 100_000  # characters of a variable; an element of an array counts ten more
 # Arithmetic of $((…)): the shell has whole numbers, and rounds a division towards zero.
 SHELL_OPERATORS = OPERATORS | {ast.Div: lambda a, b: math.trunc(a / b), ast.Mod: lambda a, b: int(math.fmod(a, b))}
+# {operator of a test: comparison of two numbers, or of two texts}
+COMPARISONS = {"=": operator.eq, "==": operator.eq, "-eq": operator.eq, "!=": operator.ne, "-ne": operator.ne}
+COMPARISONS |= {"-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge}
 
 
 @dataclass
@@ -156,3 +162,48 @@ def merged(states: Sequence[Variables]) -> Variables:
         is_same = all(len(array) == shared_count for array in arrays)
         variables[name] = [*arrays[0][:shared_count], *([] if is_same else [f"${{{name}: a branch decides}}"])]
     return variables
+
+
+def status_of_test(words: list[str]) -> bool | None:
+    """Returns the status of a test, which is known for one text, -n or -z with a text, and a comparison.
+
+    words: all words of the test, from [, [[ or `test` on.
+    """
+    sides = words[1:-1] if words[-1] in ("]", "]]") else words[1:]
+    match sides:
+        case [text] | ["-n", text]:
+            return is_set(text)
+        case ["-z", text]:
+            return negated(is_set(text))
+        case [first, sign, second]:
+            return compared(first, sign, second, is_pattern=words[0] == "[[")
+    return None
+
+
+def negated(status: bool | None) -> bool | None:
+    """Returns the opposite of a status; None if the status is unknown."""
+    return None if status is None else not status
+
+
+def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) -> bool | None:
+    """Returns whether a comparison holds. is_pattern: the second side is a pattern with * and ?."""
+    compare = COMPARISONS.get(sign)
+    is_equal = compare is operator.eq
+    # A comparison with the empty text asks whether a variable is set. A variable that the script never sets is unset.
+    if compare in (operator.eq, operator.ne) and "" in (first, second) and "$" in first + second:
+        known_status = is_set(first or second)
+        return negated(known_status) if is_equal else known_status
+    if not compare or "$" in first + second:
+        return None
+    # 08 and 8 are equal.
+    if all(re.fullmatch(r"\s*-?\d+\s*", side) for side in (first, second)):
+        return compare(int(first), int(second))
+    is_same = fnmatchcase(first, second) if is_pattern else first == second
+    return is_same == is_equal if compare in (operator.eq, operator.ne) else None
+
+
+def is_set(text: str) -> bool | None:
+    """Whether a text is not empty; None if unknown. A variable that the script never sets counts as empty."""
+    if re.fullmatch(r"\$(\w+|\{\w+\})", text):
+        return False
+    return None if "$" in text else bool(text)

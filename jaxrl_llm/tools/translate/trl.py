@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts  # noqa: F401 (tables name them)
+from jaxrl_llm.tools.translate import family, trl_counts, trl_objectives, trl_parts  # noqa: F401 (tables name them)
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, TrainerTable, Unread, Version
 from jaxrl_llm.tools.translate.table import Row, read_names, read_rows, trainer_table
 
-tower = images.tower(trl_parts.adapted)
 # Fields that keys of other classes than TRL's config decide: those of the trainer, of ModelConfig and ScriptArguments.
 NOT_OF_CONFIG = re.compile(r"model\.path|adapters|reward(_model|\.f)|data\.(source|convert|prompt_column)|eval\.source")
 

@@ -96,6 +96,11 @@ def adapter_targets(value: Any, keys: Keys) -> Outcome:
     return images.adapters_beside_tower(outcome, value, excluded, keys) if has_images else outcome
 
 
+def tower(value: Any, keys: Keys) -> Outcome:
+    """Translates whether the vision tower is frozen to `model.vision`: TRL has no key for it, and freezes nothing."""
+    return images.tower(value, adapted(keys))
+
+
 def quantized(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `load_in_8bit` and `load_in_4bit` to `adapters.base_dtype`, which in jaxrl_llm is only int8."""
     if not adapted(keys):

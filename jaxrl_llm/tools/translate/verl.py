@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.tools.translate import conversions, family, images
+from jaxrl_llm.tools.translate import conversions, family
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
 from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names, read_rows, trainer_table
 
 # Sections of veRL's keys.
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 ROWS = read_rows("verl")
 FAMILY = family.Family(
     rows=ROWS,
@@ -30,8 +30,7 @@ OVERLONG = "reward_model.overlong_buffer."
 REWARD_FILE = "custom_reward_function."  # section with the path and the name of the user's reward function
 TURNS = f"{ROLLOUT}multi_turn."
 
-# Rules: whether the vision tower learns, and the source of the rows, whose columns `verl.convert` renames.
-tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), SENTENCES["UNREAD_FREEZE"])
+# Rule of the source of the rows, whose columns `verl.convert` renames.
 data_files = partial(family.rows_of, "verl.convert")
 
 
@@ -103,24 +102,6 @@ def reward_coef(row: Row, value: Any, keys: Keys) -> Outcome:
         reason = "veRL needs use_kl_in_reward for it since 0.4; until 0.3 this file had the penalty in the reward"
         return Outcome("changed", {}, reason)
     return Outcome("no effect", reason="the penalty is not in the reward")
-
-
-def critic_model(policy: str, value: Any, keys: Keys) -> Outcome:
-    """Translates the model that the critic starts from to `critic.path`. policy: key of the policy's model."""
-    return Outcome("mapped", {"critic.path": "" if value in (None, keys[policy]) else str(value)})
-
-
-critic_path = partial(critic_model, f"{MODEL}path")
-
-
-def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
-    """Translates LoRA's keys to `adapters`. numbers: prefix of the keys of rank and alpha; modules: of the modules."""
-    targets, excluded = keys[f"{modules}target_modules"], keys.get(f"{modules}exclude_modules")
-    outcome = conversions.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
-    return images.adapters_beside_tower(outcome, targets, excluded, keys)
-
-
-lora = partial(adapter, f"{MODEL}lora_", MODEL)
 
 
 def tools(value: Any, keys: Keys) -> Outcome:
