@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,10 @@ class DocumentKeys:
     program_text: text of the program; "" if it is not read.
     """
 
-    values: dict[str, Any]
-    lost: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    referred: set[str] = field(default_factory=set)
+    keys: dict[str, Any]
+    lost: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    referred: frozenset[str] = frozenset()
     program: str = ""
     program_text: str = ""
 
@@ -167,9 +167,9 @@ def with_files(path: Path, keys: dict[str, Any], script_files: Mapping[str, str]
         base = read_document(*file)
         if file[1] in script_files.values():
             # A heredoc such as `lr: $(cat lr.txt)` has values that the script does not say.
-            base.values = {key: value_of(value, str) for key, value in base.values.items()}
+            base.keys = {key: value_of(value, str) for key, value in base.keys.items()}
         other_keys = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
-        return DocumentKeys(base.values | other_keys, base.lost)
+        return DocumentKeys(base.keys | other_keys, base.lost)
     return DocumentKeys(keys)
 
 
@@ -197,12 +197,12 @@ def flatten_sections(document: dict[Any, Any], prefix: str = "") -> dict[str, An
     return flattened
 
 
-def with_references(keys: DocumentKeys, environment: Mapping[str, Any]) -> DocumentKeys:
-    """Returns the keys with the values of their references. A reference to an unknown key makes a value `Unread`.
+def with_references(config: DocumentKeys, environment: Mapping[str, Any]) -> DocumentKeys:
+    """Returns a config whose references are replaced by values. A reference to an unknown key makes a value `Unread`.
 
     environment: {environment variable that the command sets: value}, for references such as ${oc.env:LR,1e-6}.
     """
-    referred, notes = set[str](), dict.fromkeys(keys.notes)
+    referred, notes = set[str](), dict.fromkeys(config.notes)
 
     def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
         """Returns what a reference such as ${a.b} stands for, in the value of `key`."""
@@ -213,9 +213,9 @@ def with_references(keys: DocumentKeys, environment: Mapping[str, Any]) -> Docum
         if kind == "oc.env:" and default is not None:
             # The environment of the run may set the variable, so the default may not be its value.
             notes[f"{key}: {match[0]} is taken to be its default, {default.strip()}"] = None
-        elif kind != "oc.env:" and name in keys.values and depth:
+        elif kind != "oc.env:" and name in config.keys and depth:
             referred.add(name)
-            return resolve(name, keys.values[name], depth - 1)
+            return resolve(name, config.keys[name], depth - 1)
         return Unread(match[0]) if default is None else parse_scalar(default.strip())
 
     def resolve(key: str, value: Any, depth: int) -> Any:
@@ -237,8 +237,8 @@ def with_references(keys: DocumentKeys, environment: Mapping[str, Any]) -> Docum
         return Unread(value) if value == "???" or re.search(r"\$\{[\w.]+[:}]", value) else value
 
     # The depth ends a circle of keys that refer to each other.
-    values = {key: resolve(key, value, 5) for key, value in keys.values.items()}
-    return replace(keys, values=values, notes=list(notes), referred=referred)
+    keys = {key: resolve(key, value, 5) for key, value in config.keys.items()}
+    return replace(config, keys=keys, notes=tuple(notes), referred=frozenset(referred))
 
 
 @cache

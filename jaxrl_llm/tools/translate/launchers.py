@@ -43,7 +43,7 @@ def flags(path: Path, words: Sequence[str], files: Mapping[str, str]) -> dict[st
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
         file = find_file(path, name, files)
         keys["config_file"] = name if file else None
-        inherited = read_document(*file).values if file else {}
+        inherited = read_document(*file).keys if file else {}
         keys = {key: inherited[key] for key in ("num_processes", "num_machines") if key in inherited} | keys
     keys = {f"{launcher}.{key}": value for key, value in keys.items()}
     is_counted = launcher == "torchrun" or not COUNTS.isdisjoint(keys)

@@ -79,7 +79,7 @@ def read_script(
         keys["num_processes"] = None
         run.notes.append(f"{comment!r}: a comment does not decide the number of processes")
     kind = str((trainer or config).value)  # pyright: ignore[reportOptionalMemberAccess]
-    return DocumentKeys(keys, run.lost, run.notes, program=kind, program_text=text)
+    return DocumentKeys(keys, tuple(run.lost), tuple(run.notes), program=kind, program_text=text)
 
 
 def _config_of(trainer: ScriptObject | None, items: list[ScriptObject]) -> ScriptObject | None:
