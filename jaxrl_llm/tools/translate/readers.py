@@ -166,7 +166,7 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     """
     # A command whose first word looks like a key is the end of the training command, which a comment has cut off.
     whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
-    reached = script.settled.union(*(command.positions for command in whole_commands))
+    reached = script.explained_positions.union(*(command.positions for command in whole_commands))
     words_by_line: list[tuple[int, list[str]]] = []
     for word in (word for word in script.lexer.words if word.position not in reached):
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
@@ -174,7 +174,7 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
         value = re.sub(f"^{ASSIGNMENT.pattern}", "", word_text)
         unused_words = [text for text in _like_keys(value) if _name(text) not in keys]
         words_by_line.append((script.lexer.line(word.position), unused_words))
-    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc.position not in script.settled):
+    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc.position not in script.explained_positions):
         first_line = script.lexer.line(heredoc.position)
         words_by_line += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     lines = [f"line {line}: {' '.join(words)}" for line, words in words_by_line if words]

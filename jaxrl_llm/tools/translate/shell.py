@@ -67,41 +67,42 @@ class ShellRun(ShellVariables):
     """Follows the tokens of a shell script, and collects what the translation needs.
 
     index: position of the next token.
-    halted: why the commands at this position do not run: "the branch is not taken", or the word exit, return, break or
-        continue that stands before them; "" if they run.
+    skip_reason: why the commands at this position do not run: "the branch is not taken", or the word exit, return,
+        break or continue that stands before them; "" if they run.
     functions: {name: index of its body}.
     commands: all commands that may run.
     files: {name: text} of files that the script writes, and of other heredocs.
     notes: sentences about files that the script sources.
     nested_scripts: texts that the script runs as scripts, as in `bash -c "…"`. They are not followed.
-    settled: positions of heredocs whose text becomes a file or the value of a variable, and of the patterns of `case`.
+    explained_positions: positions of heredocs whose text becomes a file or the value of a variable, and of the patterns
+        of `case`. Words that look like keys are no loss at these positions.
     local_names: local variables of the function that is followed.
     exported_names: variables that commands get in their environment.
     exports_all: whether each variable that is set is exported, after `set -a`.
-    doubts: number of blocks around the index that may not run.
+    uncertain_blocks: number of blocks around the index that may not run.
     departures: variables at each `break`, `continue` or `return` in such a block. They are one possible state of the
         variables after the loop or function.
-    depth: number of functions around the index.
-    steps: number of commands so far.
+    call_depth: number of functions around the index.
+    command_count: number of commands so far.
     """
 
     lexer: Lexer
     tokens: list[Token]
     index: int = 0
-    halted: str = ""
+    skip_reason: str = ""
     functions: dict[str, int] = field(default_factory=dict)
     commands: list[ShellCommand] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     nested_scripts: list[str] = field(default_factory=list)
-    settled: set[int] = field(default_factory=set)
+    explained_positions: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)
     exported_names: set[str] = field(default_factory=set)
     exports_all: bool = False
-    doubts: int = 0
+    uncertain_blocks: int = 0
     departures: list[Variables] = field(default_factory=list)
-    depth: int = 0
-    steps: int = 0
+    call_depth: int = 0
+    command_count: int = 0
 
     # Tokens
 
@@ -147,7 +148,7 @@ class ShellRun(ShellVariables):
                 return status
             status = self.chain()
 
-    def body(self, end: str) -> Status:
+    def block_until(self, end: str) -> Status:
         """Follows commands between a keyword, which is next, and the keyword that ends them."""
         self.index += 1
         status = self.block()
@@ -156,119 +157,119 @@ class ShellRun(ShellVariables):
 
     def chain(self) -> Status:
         """Follows pipelines that are joined by && and ||. A chain before & is a process of its own."""
-        before = dict(self.variables), self.halted
+        before = dict(self.variables), self.skip_reason
         status = self.pipeline()
         while (sign := self.peek()) in ("&&", "||"):
             self.skip("&&", "||", "\n")
             holds = status if sign == "&&" else negated(status)
-            status = self.either(holds, self.pipeline, lambda kept=status: kept)
+            status = self.follow_branches(holds, self.pipeline, lambda kept=status: kept)
         if self.peek() == "&":
-            self.variables, self.halted = before
+            self.variables, self.skip_reason = before
         return status
 
     def pipeline(self) -> Status:
         """Follows commands that are joined by |, each of which is a process of its own."""
-        before = dict(self.variables), self.halted
+        before = dict(self.variables), self.skip_reason
         status = self.command()
         while self.peek() in ("|", "|&"):
-            self.variables, self.halted = before
+            self.variables, self.skip_reason = before
             self.skip("|", "|&", "\n")
-            status, _ = self.apart(self.command)
+            status, _ = self.follow_in_subshell(self.command)
         return status
 
     @contextmanager
-    def changed(self, **values: Any) -> Iterator[None]:
+    def temporary_fields(self, **values: Any) -> Iterator[None]:
         """Sets fields of the run for a block, and then gives them their former values again."""
         outer_values = {name: getattr(self, name) for name in values}
         vars(self).update(values)
         yield
         vars(self).update(outer_values)
 
-    def apart(self, follow: Callable[[], Status]) -> tuple[Status, Variables]:
+    def follow_in_subshell(self, follow: Callable[[], Status]) -> tuple[Status, Variables]:
         """Follows a block that leaves nothing behind. Returns its status, and its variables after it."""
-        with self.changed(variables=dict(self.variables), halted=self.halted):
+        with self.temporary_fields(variables=dict(self.variables), skip_reason=self.skip_reason):
             return follow(), self.variables
 
-    def passed(self, follow: Callable[[], Status]) -> None:
+    def skip_block(self, follow: Callable[[], Status]) -> None:
         """Moves behind a block that does not run."""
-        with self.changed(halted=self.halted or "the branch is not taken"):
+        with self.temporary_fields(skip_reason=self.skip_reason or "the branch is not taken"):
             follow()
 
-    def either(self, holds: Status, follow: Callable[[], Status], otherwise: Callable[[], Status]) -> Status:
+    def follow_branches(self, holds: Status, follow: Callable[[], Status], otherwise: Callable[[], Status]) -> Status:
         """Follows a block if its condition holds, or else the block behind it. If that is unknown, both may run.
 
         Returns the status of the block that runs. A variable becomes unknown if its value depends on the block.
         """
-        if self.halted or holds is False:
-            self.passed(follow)
+        if self.skip_reason or holds is False:
+            self.skip_block(follow)
             return otherwise()
         if holds:
             status = follow()
-            self.passed(otherwise)
+            self.skip_block(otherwise)
             return status
         # An `exit` in a block that may not run ends the block alone, and not the script.
-        with self.changed(doubts=self.doubts + 1):
-            self.variables = merged([self.apart(block)[1] for block in (follow, otherwise)])
+        with self.temporary_fields(uncertain_blocks=self.uncertain_blocks + 1):
+            self.variables = merged([self.follow_in_subshell(block)[1] for block in (follow, otherwise)])
         return None
 
-    def meet(self) -> None:
+    def join_departures(self) -> None:
         """Joins the variables at the end of a loop or function with those where a block that may run has left it."""
         self.variables = merged([self.variables, *self.departures])
         # A `return` in a loop of a function also leaves the commands after the loop.
-        self.departures = self.departures if self.depth else []
+        self.departures = self.departures if self.call_depth else []
 
     def command(self) -> Status:
         """Follows one command: a block such as `if`, the definition of a function, or a simple command."""
-        self.steps += 1
+        self.command_count += 1
         # Loops in loops multiply their rounds, so the number of commands needs a limit.
-        if self.steps > MAX_COMMANDS:
+        if self.command_count > MAX_COMMANDS:
             raise UserError(f"it does not end within {MAX_COMMANDS} commands: name a script that starts a training")
         name = self.keyword()
         if name == "function" or (name and self.tokens[self.index + 1 : self.index + 3] == ["(", ")"]):
-            return self.function()
+            return self.function_definition()
         match name or self.peek():
             case "if":
                 return self.conditional()
             case "for":
                 return self.for_loop()
             case "while" | "until":
-                status = self.body("do")
+                status = self.block_until("do")
                 is_left = (status if name == "while" else negated(status)) is False
                 return self.rounds(UNKNOWN_ROUNDS, False if is_left else None)
             case "case":
                 return self.case()
             case "[[":
-                return self.test()
+                return self.bracket_test()
             case "{":
-                return self.body("}")
+                return self.block_until("}")
             case "(":
-                return self.apart(lambda: self.body(")"))[0]
+                return self.follow_in_subshell(lambda: self.block_until(")"))[0]
             case "!":
                 self.index += 1
                 return negated(self.command())
-        return self.simple()
+        return self.simple_command()
 
-    def function(self) -> Status:
+    def function_definition(self) -> Status:
         """Moves behind the definition of a function, whose body is followed where it is called."""
         self.index += self.keyword() == "function"
         name = self.take_word().plain
         self.skip("(", ")", "\n")
         # A definition in a branch that is not taken does not count.
-        if not self.halted:
+        if not self.skip_reason:
             self.functions[name] = self.index
-        self.passed(self.command)
+        self.skip_block(self.command)
         return True
 
     def conditional(self) -> Status:
         """Follows `if … then …` or `elif … then …`, and the branches behind it up to `fi`."""
-        return self.either(self.body("then"), self.block, self.alternative)
+        return self.follow_branches(self.block_until("then"), self.block, self.alternative)
 
     def alternative(self) -> Status:
         """Follows the branches of a condition that does not hold: elif, else or none."""
         if self.keyword() == "elif":
             return self.conditional()
         if self.keyword() == "else":
-            return self.body("fi")
+            return self.block_until("fi")
         self.expect("fi")
         return True
 
@@ -282,12 +283,12 @@ class ShellRun(ShellVariables):
             values.clear()
             while isinstance(word := self.peek(), Word):
                 self.index += 1
-                values += [] if self.halted else self.fields(word)
+                values += [] if self.skip_reason else self.fields(word)
         self.skip(";", "\n")
         self.expect("do")
         if variable.plain:
             return self.rounds([{variable.plain: [value]} for value in values], True)
-        self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
+        self.forget(re.findall(NAME, variable.parts[0].text) if not self.skip_reason else ())
         return self.rounds(UNKNOWN_ROUNDS, None)
 
     def rounds(self, rounds: Sequence[Variables], runs: Status) -> Status:
@@ -298,18 +299,18 @@ class ShellRun(ShellVariables):
         """
         body = self.index
         # A loop without a round moves behind its body too.
-        self.passed(self.block)
-        rounds = [] if self.halted else rounds
+        self.skip_block(self.block)
+        rounds = [] if self.skip_reason else rounds
         for variables in rounds:
             self.index = body
             self.variables |= variables
-            self.either(runs, self.block, lambda: None)
-            self.halted = "" if self.halted == "continue" else self.halted
-            if self.halted:
+            self.follow_branches(runs, self.block, lambda: None)
+            self.skip_reason = "" if self.skip_reason == "continue" else self.skip_reason
+            if self.skip_reason:
                 break
         if rounds:
-            self.halted = "" if self.halted == "break" else self.halted
-            self.meet()
+            self.skip_reason = "" if self.skip_reason == "break" else self.skip_reason
+            self.join_departures()
         self.expect("done")
         return None
 
@@ -333,25 +334,25 @@ class ShellRun(ShellVariables):
             patterns.append(self.take_word())
         self.expect(")")
         # A pattern is no word of a command, although --rate) looks like a flag.
-        self.settled |= {pattern.position for pattern in patterns}
-        tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
+        self.explained_positions |= {pattern.position for pattern in patterns}
+        tests = [] if self.skip_reason else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
         statuses = [status_of_test(test) for test in tests]
         holds = True if True in statuses else None if None in statuses else False
-        return self.either(holds, self.block, partial(self.clauses, subject))
+        return self.follow_branches(holds, self.block, partial(self.clauses, subject))
 
     # Single commands
 
-    def test(self) -> Status:
+    def bracket_test(self) -> Status:
         """Follows [[ … ]]. The status of a test with operators such as && is not computed."""
         start = self.index
         while self.peek() and self.keyword() != "]]":
             self.index += 1
         words = self.tokens[start : self.index]
         self.expect("]]")
-        texts = [self.text(word) for word in words if isinstance(word, Word) and not self.halted]
+        texts = [self.text(word) for word in words if isinstance(word, Word) and not self.skip_reason]
         return status_of_test(texts) if len(texts) == len(words) else None
 
-    def simple(self) -> Status:
+    def simple_command(self) -> Status:
         """Follows the words, heredocs and redirections of a command: variables, a test or a program."""
         words: list[Word] = []
         heredoc, output, start = None, "", self.index
@@ -364,10 +365,10 @@ class ShellRun(ShellVariables):
             else:
                 file = self.take_word()
                 # A number before the sign means another output, such as 2> for errors.
-                output = f"{token}{self.text(file)}" if token in (">", ">>", ">|") and not self.halted else output
+                output = f"{token}{self.text(file)}" if token in (">", ">>", ">|") and not self.skip_reason else output
         if self.index == start:
             self.refuse(f"a command is missing before {self.peek()!r}")
-        if self.halted:
+        if self.skip_reason:
             return None
         # NAME=value before a command is set for this command alone, and without a command for the script.
         program = list(dropwhile(lambda word: word.assignment, words))
@@ -387,11 +388,11 @@ class ShellRun(ShellVariables):
         if not texts:
             return True
         own_variables = words[: len(words) - len(program)]
-        _, variables = self.apart(lambda: self.declare(own_variables))
+        _, variables = self.follow_in_subshell(lambda: self.declare(own_variables))
         names = self.exported_names | {word.assignment[1] for word in own_variables if word.assignment}
         environment = {name: variables[name] for name in names if name in variables}
-        status = self.run(ShellCommand(texts, tuple(word.position for word in program), environment))
-        self.keep_text(texts, heredoc, output)
+        status = self.run_command(ShellCommand(texts, tuple(word.position for word in program), environment))
+        self.keep_output(texts, heredoc, output)
         return status
 
     def declare(self, words: Sequence[Word], *, is_local: bool = False, exports: bool = False) -> Status:
@@ -406,7 +407,7 @@ class ShellRun(ShellVariables):
             self.assign(word)
         return True
 
-    def keep_text(self, words: list[str], heredoc: Heredoc | None, output: str) -> None:
+    def keep_output(self, words: list[str], heredoc: Heredoc | None, output: str) -> None:
         """Keeps the text of a heredoc, and of a file that `cat` or `echo` writes. output: > or >> with the file."""
         printed_words = [word for word in words[1:] if not re.fullmatch(r"-[neE]+|%s(\\n)?", word)]
         text = self.heredoc_text(heredoc) if heredoc else " ".join(printed_words) + "\n"
@@ -418,23 +419,23 @@ class ShellRun(ShellVariables):
         if writes or (heredoc and not reads):
             name = output.lstrip(">|").strip() if writes else f"heredoc {len(self.files)}"
             self.files[name] = self.files.get(name, "") * output.startswith(">>") + text
-        self.settled |= {heredoc.position} if heredoc and (reads or writes) else set()
+        self.explained_positions |= {heredoc.position} if heredoc and (reads or writes) else set()
 
-    def run(self, command: ShellCommand) -> Status:
+    def run_command(self, command: ShellCommand) -> Status:
         """Follows the builtins of the shell and functions of the script, and records any other command."""
         name, *rest = command.words
         if name in ("true", ":", "false"):
             return name != "false"
-        if name in self.functions and self.depth < MAX_DEPTH:
-            return self.call(self.functions[name], rest)
+        if name in self.functions and self.call_depth < MAX_DEPTH:
+            return self.call_function(self.functions[name], rest)
         if NESTED_SHELL.match(text := " ".join(command.words)):
             self.nested_scripts.append(text)
             return None
         # `exit 1` does not end the script, because it mostly stands in a check of arguments, which are not known.
         if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
-            self.halted = name
+            self.skip_reason = name
             # `return 1` is a failure, after which the training does not matter.
-            if self.doubts and name != "exit" and rest[:1] in ([], ["0"]):
+            if self.uncertain_blocks and name != "exit" and rest[:1] in ([], ["0"]):
                 self.departures.append(dict(self.variables))
         elif name == "set" and {"-a", "+a"} & {*rest}:
             self.exports_all = "-a" in rest
@@ -451,15 +452,15 @@ class ShellRun(ShellVariables):
         self.commands.append(command)
         return None
 
-    def call(self, body: int, arguments: list[str]) -> Status:
+    def call_function(self, body: int, arguments: list[str]) -> Status:
         """Follows the body of a function, which has arguments and local variables of its own."""
         outer = self.variables
-        own_fields = dict(variables=outer | {"@": arguments}, local_names={"@"}, departures=[], depth=self.depth + 1)
-        with self.changed(index=body, **own_fields):
+        function_state = dict(variables=outer | {"@": arguments}, local_names={"@"}, departures=[])
+        with self.temporary_fields(index=body, call_depth=self.call_depth + 1, **function_state):
             status = self.command()
-            self.meet()
+            self.join_departures()
             variables, local_names = self.variables, self.local_names
-        self.halted = "" if self.halted == "return" else self.halted
+        self.skip_reason = "" if self.skip_reason == "return" else self.skip_reason
         # Local variables have their former values again, or none.
         self.variables = {name: x for name, x in variables.items() if name not in local_names}
         self.variables |= {name: x for name, x in outer.items() if name in local_names}

@@ -92,10 +92,10 @@ class ShellVariables:
         if part.kind == "text":
             return [part.text]
         if part.kind == "arithmetic":
-            return [self.computed(part.text)]
-        return self.printed(part.text) if part.kind == "command" else self.parameter(part)
+            return [self.arithmetic_result(part.text)]
+        return self.command_output(part.text) if part.kind == "command" else self.parameter_values(part)
 
-    def printed(self, text: str) -> list[str]:
+    def command_output(self, text: str) -> list[str]:
         """Returns what $(…) prints: nothing of a comment, or "." for a folder of the script."""
         if text.lstrip().startswith("#") or not text.strip():
             return []
@@ -107,7 +107,7 @@ class ShellVariables:
             return [self.heredoc_text(heredoc).rstrip("\n")]
         return [f"$({' '.join(text.split())})"]
 
-    def parameter(self, part: Part) -> list[str]:
+    def parameter_values(self, part: Part) -> list[str]:
         """Returns what $name or ${…} is: all elements of an array, one of them, or a default."""
         if part.text == "#":
             return [str(len(self.variables["@"]))]
@@ -125,11 +125,11 @@ class ShellVariables:
             return values
         if not sign:
             return as_written
-        value = self.text_of(default, is_quoted=part.is_quoted)
+        value = self.expanded_text(default, is_quoted=part.is_quoted)
         self.variables |= {name: [value]} if sign[-1] == "=" else {}
         return [value]
 
-    def text_of(self, text: str, *, is_quoted: bool = True) -> str:
+    def expanded_text(self, text: str, *, is_quoted: bool = True) -> str:
         """Expands a text inside the marks of a part, such as the default in ${name:-default}."""
         return self.text(Word(tuple(Lexer(text).parts("", is_quoted=is_quoted)), 0))
 
@@ -137,12 +137,12 @@ class ShellVariables:
         """Returns the text of a heredoc, whose variables are expanded if its mark is not quoted."""
         # A double quotation mark has no meaning in a heredoc.
         quoted = re.sub(r'(\\?)"', r'\1\1\\"', heredoc.text)
-        return heredoc.text if heredoc.is_literal else self.text_of(quoted)
+        return heredoc.text if heredoc.is_literal else self.expanded_text(quoted)
 
-    def computed(self, text: str) -> str:
+    def arithmetic_result(self, text: str) -> str:
         """Returns the result of an arithmetic expression $((…)); the expression itself if a variable is unknown."""
         names = {name: values[0] for name, values in self.variables.items() if len(values) == 1}
-        inside = self.text_of(text)
+        inside = self.expanded_text(text)
         try:
             total = calculated(inside, names, SHELL_OPERATORS)
         except (ValueError, KeyError, SyntaxError, ArithmeticError, RecursionError):
