@@ -45,14 +45,14 @@ class Family:
     counts_sequences: bool = False
 
     @cached_property
-    def keys_of(self) -> dict[str, str]:
+    def key_of_field(self) -> dict[str, str]:
         """{field of jaxrl_llm: first key of the trainer's table that sets it before all other fields}."""
         return {row.field: key for key, row in reversed([*self.rows.items()])}
 
     @property
     def policy(self) -> str:
         """The section of the trainer's keys that has the policy's loss, with its dot."""
-        return self.rows[self.keys_of["aggregate.mode"]].section
+        return self.rows[self.key_of_field["aggregate.mode"]].section
 
     def rules(self) -> dict[str, Any]:
         """Returns {name: method} of the methods below, so that the rows of a table can name them as rules."""
@@ -66,11 +66,11 @@ class Family:
 
     def prompts(self, keys: Keys) -> int:
         """Returns the number of prompts of a rollout."""
-        return int(keys[self.keys_of["prompts_per_step"]])
+        return int(keys[self.key_of_field["prompts_per_step"]])
 
     def prompts_per_update(self, keys: Keys) -> int:
         """Returns the prompts of an optimizer step: the divisor of a rollout's prompts nearest to what the keys say."""
-        target = keys[self.keys_of["prompts_per_update"]]
+        target = keys[self.key_of_field["prompts_per_update"]]
         if self.counts_sequences:
             # veRL multiplies its mini-batch by n, so the key counts prompts. The older copy in Search-R1 does not.
             target = target / self.group_size(keys)
@@ -145,7 +145,7 @@ class Family:
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_warmup_steps`, in rollouts in veRL, to `optim.warmup_steps`, in optimizer steps."""
         # veRL's scheduler steps once after all updates on a rollout.
-        updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.keys_of["epochs"]])
+        updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.key_of_field["epochs"]])
         fields = {f"{row.field_section}.warmup_steps": int(value) * updates, f"{row.field_section}.warmup_ratio": 0.0}
         reason = f"counts rollouts: {value} x {updates} optimizer steps"
         return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
@@ -154,19 +154,19 @@ class Family:
 
     def critic_path(self, value: Any, keys: Keys) -> Outcome:
         """Translates the model that the critic starts from to `critic.path`, which is empty for the policy's model."""
-        policy_path = keys[self.keys_of["model.path"]]
+        policy_path = keys[self.key_of_field["model.path"]]
         return Outcome("mapped", {"critic.path": "" if value in (None, policy_path) else str(value)})
 
     def lora(self, value: Any, keys: Keys) -> Outcome:
         """Translates LoRA's keys to `adapters`."""
-        rank, alpha, targets = (self.keys_of[f"adapters.{name}"] for name in ("rank", "alpha", "targets"))
+        rank, alpha, targets = (self.key_of_field[f"adapters.{name}"] for name in ("rank", "alpha", "targets"))
         excluded = keys.get(f"{self.rows[targets].section}exclude_modules")
         outcome = conversions.lora(keys[rank], keys[alpha], keys[targets])
         return images.adapters_beside_tower(outcome, keys[targets], excluded, keys)
 
     def tower(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `freeze_vision_tower` to `model.vision`. The row says why the trainer ignores the key."""
-        return images.tower(value, bool(keys[self.keys_of["adapters.rank"]]), row.why)
+        return images.tower(value, bool(keys[self.key_of_field["adapters.rank"]]), row.why)
 
     # Rules of keys of the objective.
 
@@ -178,7 +178,7 @@ class Family:
         name, epsilon, reason = ADVANTAGES[value]
         fields: dict[str, Any] = {"advantage.name": name}
         if name == "grpo":
-            by_deviation = self.keys_of.get("advantage.normalize")
+            by_deviation = self.key_of_field.get("advantage.normalize")
             fields["advantage.normalize"] = "group" if not by_deviation or keys[by_deviation] else "none"
             note = "a deviation has ddof = 1 in both trainers; epsilon is 1e-6 in veRL"
             return Outcome("mapped", fields | {"advantage.epsilon": epsilon}, note)
@@ -194,7 +194,7 @@ class Family:
         in_loss = self.in_loss(keys)
         if not in_loss and not self.in_reward(keys):
             return Outcome("mapped", {"kl": None})
-        coef, kind = (keys[self.keys_of[field]] for field in ("kl.coef", "kl.estimator"))
+        coef, kind = (keys[self.key_of_field[field]] for field in ("kl.coef", "kl.estimator"))
         if in_loss:
             # EasyR1 has one pair of keys for the penalty in the loss and in the reward, and an older pair for the loss.
             of_loss = (keys[f"{self.policy}kl_loss_{name}"] for name in ("coef", "type"))
@@ -252,7 +252,7 @@ class Family:
 
     def loss_argument(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates an argument of the policy loss. A side of the clip is `clip_ratio` if the file does not set it."""
-        loss = keys[self.keys_of["loss.name"]]
+        loss = keys[self.key_of_field["loss.name"]]
         if row.field.removeprefix("loss.") not in LOSS_ARGUMENTS.get(self.losses.get(loss, ""), ()):
             return Outcome("no effect", reason=f"the loss {loss} has no such argument in jaxrl_llm")
         number = keys[f"{self.policy}clip_ratio"] if value is None else value
@@ -271,7 +271,7 @@ class Family:
 
     def aggregation(self, value: Any, keys: Keys) -> Outcome:
         """Translates `loss_agg_mode`, how the losses of tokens become one number, to `aggregate`."""
-        loss, has_own_means = str(keys[self.keys_of["loss.name"]]), "geo_mean" in self.losses
+        loss, has_own_means = str(keys[self.key_of_field["loss.name"]]), "geo_mean" in self.losses
         fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
         if has_own_means and loss in ("geo_mean", "sapo"):
             return Outcome("changed", fields, f"the loss {loss} has its own mean")
@@ -285,7 +285,7 @@ class Family:
             return unsupported("aggregate.mode", f"jaxrl_llm has no aggregation {value!r}")
         mode = AGGREGATION[value]
         # If no length is set, veRL divides by the width of its arrays, which is the limit of a response.
-        scale = self.keys_of.get("aggregate.constant_length")
+        scale = self.key_of_field.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
         fields = {"aggregate.mode": mode, "aggregate.constant_length": length if mode == "constant" else 0}
         if mode == "constant":

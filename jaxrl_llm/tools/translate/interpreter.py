@@ -108,13 +108,13 @@ class Interpreter(ABC):
 
     def __init__(self, environment: Mapping[str, Any]) -> None:
         self.names: ChainMap[str, Any] = ChainMap()  # those of a function before those of its caller
-        self.star = ScriptObject("name", "")  # module of `from module import *`
+        self.star_module = ScriptObject("name", "")  # module of `from module import *`
         self.global_names: set[str] = set()  # names that a function of the script declares global
         self.environment = dict(environment)  # environment variables that the command or the script sets
         self.unsloth: Any = False  # whether Unsloth has replaced the classes of TRL; `Unread` if a condition decides
         self.lost: list[str] = []  # lines that change a class or module of another package
-        self.doubt = ""  # unknown condition of the block that is followed; "" if the block runs in any case
-        self.returned: list[Any] = []
+        self.unknown_condition = ""  # unknown condition of the block that is followed; "" if the block runs in any case
+        self.returned_values: list[Any] = []
 
     @abstractmethod
     def call(self, node: ast.Call) -> Any:
@@ -124,12 +124,12 @@ class Interpreter(ABC):
     def class_of(self, line: ast.ClassDef) -> ScriptObject:
         """Returns the item of a class that the script defines."""
 
-    def follow(self, body: Sequence[ast.AST], doubt: str = "") -> None:
-        """Follows statements one after the other. doubt: unknown condition under which they run, or ""."""
-        outer_doubt, self.doubt = self.doubt, doubt or self.doubt
+    def follow(self, body: Sequence[ast.AST], condition: str = "") -> None:
+        """Follows statements one after the other. condition: unknown condition under which they run, or ""."""
+        outer_condition, self.unknown_condition = self.unknown_condition, condition or self.unknown_condition
         for line in body:
             self.statement(line)
-        self.doubt = outer_doubt
+        self.unknown_condition = outer_condition
 
     def statement(self, line: ast.AST) -> None:
         """Follows one statement: binds names, follows the branches of conditions, and records changes of objects."""
@@ -145,7 +145,7 @@ class Interpreter(ABC):
                 for target in line.targets if isinstance(line, ast.Assign) else [line.target]:
                     self.bind(target, result)
             case ast.Return(value=value):
-                self.returned.append(self.value(value) if value else None)
+                self.returned_values.append(self.value(value) if value else None)
             case ast.If(test=test, body=body, orelse=orelse):
                 holds = self.value(test)
                 is_main = ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
@@ -192,10 +192,10 @@ class Interpreter(ABC):
             full = ".".join(filter(None, [module, alias.name]))
             package = full.split(".")[0]
             if package == "unsloth":
-                self.unsloth = Unread(self.doubt) if self.doubt else True
+                self.unsloth = Unread(self.unknown_condition) if self.unknown_condition else True
             foreign = is_local or package not in (*WORDS["known_packages"], *WORDS["quiet_packages"])
-            if alias.name == "*" and not self.star.is_foreign:
-                self.star = ScriptObject("name", f"{module}.", is_foreign=foreign)
+            if alias.name == "*" and not self.star_module.is_foreign:
+                self.star_module = ScriptObject("name", f"{module}.", is_foreign=foreign)
             # `import a.b` binds the name a.
             binds_package = isinstance(line, ast.Import) and not alias.asname
             name, imported = (package, package) if binds_package else (alias.asname or alias.name, full)
@@ -207,7 +207,7 @@ class Interpreter(ABC):
         match target:
             case ast.Name(id=name):
                 values = [self.names.get(name, value), value]
-                self.names[name] = merged_value(values, self.doubt) if self.doubt else value
+                self.names[name] = merged_value(values, self.unknown_condition) if self.unknown_condition else value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 parts = value if isinstance(value, list) and len(value) == len(targets) else [value] * len(targets)
                 for element_target, part in zip(targets, parts, strict=True):
@@ -219,7 +219,7 @@ class Interpreter(ABC):
 
     def assign(self, owner: Any, name: Any, value: Any, target: ast.expr) -> None:
         """Sets an attribute of an object, or an entry of a list or dict, whose name or index is `name`."""
-        value = Unread(self.doubt) if self.doubt else value
+        value = Unread(self.unknown_condition) if self.unknown_condition else value
         name = name if isinstance(name, str) and is_literal(name) else f"**{snippet(target)}"
         match owner:
             case ScriptObject(kind="class", value=base) if base:  # a trainer or config that the script defines
@@ -257,7 +257,7 @@ class Interpreter(ABC):
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                star = ScriptObject("name", "") if hasattr(builtins, name) else self.star
+                star = ScriptObject("name", "") if hasattr(builtins, name) else self.star_module
                 return self.names.get(name, ScriptObject("name", f"{star.value}{name}", is_foreign=star.is_foreign))
             case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
                 return self.elements(elements)

@@ -234,56 +234,56 @@ def translate(
     Raises: UserError, for a value of a wrong type.
     """
     names = {key: table.renamed.get(key, key) for key in values}  # {key of the file: its name in the newest version}
-    current: dict[str, Any] = {}  # {newest name of a key: value}
+    newest_values: dict[str, Any] = {}  # {newest name of a key: value}
     origins: dict[str, str] = {}  # {newest name of a key: key of the file that has the value}
     # An old and a new name are one key. If a file has both names, the trainers read the new one.
     for key in sorted(values, key=lambda key: names[key] == key):
-        if values[key] is not None or names[key] not in current:
-            current[names[key]] = table.respelled.get(key, {}).get(str(values[key]), values[key])
+        if values[key] is not None or names[key] not in newest_values:
+            newest_values[names[key]] = table.respelled.get(key, {}).get(str(values[key]), values[key])
             origins[names[key]] = key
     possible, notes = table.releases.possible(values, pinned)
 
-    def translated_at(at: Release) -> Translation:
+    def translated_at(release: Release) -> Translation:
         """Translates the file with the defaults of one release of the trainer."""
-        own_table, own_values, own_notes = with_defaults_of(at, table, values, current)
-        keys = Keys(own_values, own_table.defaults, rows=rows, processes=processes)
+        release_table, release_values, release_notes = with_defaults_of(release, table, values, newest_values)
+        keys = Keys(release_values, release_table.defaults, rows=rows, processes=processes)
         reasons = {key: f"{origins[names[key]]}, another name of it, is set" for key in values}
         outcomes = {key: Outcome("no effect", reason=reason) for key, reason in reasons.items()}
-        outcomes |= {key: _outcome(name, current[name], own_table, keys) for name, key in origins.items()}
+        outcomes |= {key: _outcome(name, newest_values[name], release_table, keys) for name, key in origins.items()}
         # A key that the table does not have is no error if other keys refer to it, because its value is theirs.
         outcomes |= {key: REFERENCE_ONLY for key in referred & outcomes.keys() if not table.knows(key)}
         # Keys of later versions are refused in the file, but their defaults count.
-        default_table = replace(own_table, absent=())
-        unset = {key: value for key, value in (own_table.defaults | own_values).items() if key not in origins}
+        default_table = replace(release_table, absent=())
+        unset = {key: value for key, value in (release_table.defaults | release_values).items() if key not in origins}
         defaults = {key: _outcome(key, value, default_table, keys) for key, value in unset.items()}
-        return Translation(own_table, own_table.base(keys), outcomes, defaults, (*notes, *own_notes))
+        return Translation(release_table, release_table.base(keys), outcomes, defaults, (*notes, *release_notes))
 
-    translations = {at: translated_at(at) for at in possible}
+    translations = {release: translated_at(release) for release in possible}
     return replace(translations[possible[-1]], differing=differing_fields(translations))
 
 
 def with_defaults_of(
-    at: Release, table: TrainerTable, values: Mapping[str, Any], current: dict[str, Any]
+    release: Release, table: TrainerTable, values: Mapping[str, Any], newest_values: dict[str, Any]
 ) -> tuple[TrainerTable, dict[str, Any], list[str]]:
     """Returns the table with the defaults that a file has, the values of the file, and notes on these defaults.
 
-    at: release of the trainer; values: {key of the file: value}; current: {newest name of a key: value}.
+    release: release of the trainer; values: {key of the file: value}; newest_values: {newest name of a key: value}.
     A patch of the table, such as Unsloth's, applies if the file has one of its keys. A default that is not known
     becomes an `Unread` value, as if the file had the key in a form that cannot be read.
     """
     notes: list[str] = []
     # Editions of the trainer, each with the key that shows it. The release of a file has no such key.
     editions = [(patch, key) for patch in table.patches if (key := first_key(patch.only_keys, values))]
-    if at != LATEST:
-        editions.insert(0, (Version(release_name(at), (), table.releases.defaults_at(at)), ""))
+    if release != LATEST:
+        editions.insert(0, (Version(release_name(release), (), table.releases.defaults_at(release)), ""))
     for edition, key in editions:
         # Defaults count for keys that the file does not set.
-        own = {name: x for name, x in edition.defaults.items() if name not in current and x != table.defaults.get(name)}
+        unset = {name: x for name, x in edition.defaults.items() if name not in newest_values}
+        own = {name: x for name, x in unset.items() if x != table.defaults.get(name)}
         known = {name: x for name, x in edition.defaults.items() if not isinstance(x, Unread)}
-        listed = (
-            ", ".join(f"{name} = {known[name]}" for name in own if name in known and name[0] != "(")
-            or "none that matters"
-        )
+        # A name in parentheses is no key of the trainer, but says how a release behaves.
+        shown = [f"{name} = {known[name]}" for name in own if name in known and name[0] != "("]
+        listed = ", ".join(shown) or "none that matters"
         if known and isinstance(values.get(key), Unread):
             # The script has the key under a condition, as in `if args.fast: import unsloth`.
             sign = f"{key} shows {edition.name}, if {values[key]}"
@@ -294,8 +294,8 @@ def with_defaults_of(
             version = f"{table.version} {edition.name}" if key else edition.name
             table = replace(table, version=version, defaults=defaults)
             notes.append(f"the defaults {edition.name if key else f'of {edition.name}'} apply: {listed}")
-        current = current | {name: x for name, x in own.items() if isinstance(x, Unread)}
-    return table, current, notes
+        newest_values = newest_values | {name: x for name, x in own.items() if isinstance(x, Unread)}
+    return table, newest_values, notes
 
 
 def differing_fields(translations: Mapping[Release, Translation]) -> dict[str, str]:
@@ -304,13 +304,14 @@ def differing_fields(translations: Mapping[Release, Translation]) -> dict[str, s
     translations: {release: translation of the file with its defaults}, the oldest release first. A field that is 0.04
     until release 0.18 and 0.0 in later releases becomes "0.04 until 0.18, then 0.0".
     """
-    fields_by_release = {at: translation.fields() for at, translation in translations.items()}
+    fields_by_release = {release: translation.fields() for release, translation in translations.items()}
     # Fields of a section count only if each release has the section.
     off = {name for fields in fields_by_release.values() for name, value in fields.items() if value is None}
     differing: dict[str, str] = {}
     for name in dict.fromkeys(name for fields in fields_by_release.values() for name in fields):
         # A section that is not None has no value of its own.
-        texts = {at: repr(fields[name]) if name in fields else "a section" for at, fields in fields_by_release.items()}
+        value_texts = {release: repr(fields[name]) for release, fields in fields_by_release.items() if name in fields}
+        texts = {release: value_texts.get(release, "a section") for release in fields_by_release}
         # Values of the field, each with the last release that has it.
         spans = [(text, list(releases)[-1]) for text, releases in groupby(texts, texts.__getitem__)]
         if len(spans) > 1 and name.rpartition(".")[0] not in off:

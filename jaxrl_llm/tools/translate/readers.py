@@ -165,29 +165,29 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     keys: keys of the training command, which are no loss if another line has them too.
     """
     # A command whose first word looks like a key is the end of the training command, which a comment has cut off.
-    whole_commands = [command for command in script.commands if not _like_keys(command.words[0])]
+    whole_commands = [command for command in script.commands if not _words_like_keys(command.words[0])]
     reached = script.explained_positions.union(*(command.positions for command in whole_commands))
     words_by_line: list[tuple[int, list[str]]] = []
     for word in (word for word in script.lexer.words if word.position not in reached):
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         # Of A="data.seed=1" only the value looks like a key.
         value = re.sub(f"^{ASSIGNMENT.pattern}", "", word_text)
-        unused_words = [text for text in _like_keys(value) if _name(text) not in keys]
+        unused_words = [text for text in _words_like_keys(value) if _key_of_word(text) not in keys]
         words_by_line.append((script.lexer.line(word.position), unused_words))
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc.position not in script.explained_positions):
         first_line = script.lexer.line(heredoc.position)
-        words_by_line += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
+        words_by_line += [(first_line + i, _words_like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     lines = [f"line {line}: {' '.join(words)}" for line, words in words_by_line if words]
-    return lines + [text for text in script.nested_scripts if _like_keys(text)]
+    return lines + [text for text in script.nested_scripts if _words_like_keys(text)]
 
 
-def _like_keys(text: str) -> list[str]:
+def _words_like_keys(text: str) -> list[str]:
     """Returns the words of a text that look like keys of a trainer: section.key=value, or --key."""
     overrides = [word for word in text.split() if SECTION_ARGUMENT.fullmatch(word)]
-    return overrides + [word for word in text.split() if word.startswith("--") and _name(word) in TRL_FLAGS]
+    return overrides + [word for word in text.split() if word.startswith("--") and _key_of_word(word) in TRL_FLAGS]
 
 
-def _name(word: str) -> str:
+def _key_of_word(word: str) -> str:
     """Returns the key of a word section.key=value or --key."""
     key = word.lstrip("+~").partition("=")[0]
     return key.removeprefix("--").replace("-", "_").removeprefix("no_") if key.startswith("--") else key
@@ -199,21 +199,21 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     files: {name: text} of files that the script writes.
     """
     words = command.words
-    start = next((i for i in range(len(words)) if _starts(words, i)), None)
+    start = next((i for i in range(len(words)) if _starts_training(words, i)), None)
     if start is None:
         return None
     # The word after -m or trl is a module or a command of trl, and no argument.
-    inside = words[start + 1 + (words[start] in ("-m", "trl")) :]
+    argument_words = words[start + 1 + (words[start] in ("-m", "trl")) :]
     # The file of a module is program_file too.
     program_file = f"{words[start + 1].replace('.', '/')}.py" if words[start] == "-m" else words[start]
     known_note = next((note for pattern, note in KNOWN_PROGRAMS.items() if re.search(pattern, program_file)), None)
-    hydra, unkeyed = arguments.keys_of(inside)
+    hydra, unkeyed = arguments.keys_of(argument_words)
     environment = {name: documents.value_of(" ".join(x), str) for name, x in command.environment.items()}
     if any(key.split(".")[0] in (*documents.SECTIONS, "config", "--config-name") for key in hydra):
         config = documents.with_files(path, {key: documents.value_of(value) for key, value in hydra.items()}, files)
         config.lost += _unkeyed(unkeyed) + (f"{program_file}: {SENTENCES['OTHER_MAIN']}",) * (known_note is None)
         return documents.with_references(config, environment)
-    options, unkeyed = arguments.flags(inside)
+    options, unkeyed = arguments.flags(argument_words)
     values: dict[str, Any] = {}
     for key, value in options.items():
         # TRL's parser adds --no_NAME for each flag that is on by default.
@@ -270,7 +270,7 @@ def _unkeyed(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{word}: not a key with a value that the script says" for word in words if word.strip("- "))
 
 
-def _starts(words: list[str], i: int) -> bool:
+def _starts_training(words: list[str], i: int) -> bool:
     """Whether word i of a command starts a training program, so that the words after it are its arguments."""
     next_word = words[i + 1] if i + 1 < len(words) else ""
     if words[i] == "trl":

@@ -16,14 +16,14 @@ LATEST: Release = (9999,)
 MISSING = "(no such key)"  # default of a key that a release does not have
 
 
-def release(text: str) -> Release:
+def parse_release(text: str) -> Release:
     """Returns the release of a version: the third number of a version changes no default."""
     return tuple(map(int, text.split(".")[:2]))
 
 
-def release_name(bound: Release) -> str:
+def release_name(release: Release) -> str:
     """Returns the text of a release, such as 0.16."""
-    return "the newest" if bound == LATEST else ".".join(map(str, bound))
+    return "the newest" if release == LATEST else ".".join(map(str, release))
 
 
 def matches(key: str, patterns: Collection[str]) -> bool:
@@ -62,9 +62,9 @@ class Releases:
         """How a user names the release of a file."""
         return f"; a comment such as '# {self.package}==VERSION' in the file names its release" * self.is_numbered
 
-    def defaults_at(self, at: Release) -> dict[str, Any]:
+    def defaults_at(self, release: Release) -> dict[str, Any]:
         """Returns {key: its default in a release} of the keys whose newest default is another one."""
-        found = {key: [value for value, last in older if at <= last][:1] for key, older in self.history.items()}
+        found = {key: [value for value, last in older if release <= last][:1] for key, older in self.history.items()}
         return {key: values[0] for key, values in found.items() if values}
 
     def possible(self, values: Mapping[str, Any], pinned: str) -> tuple[list[Release], list[str]]:
@@ -87,7 +87,7 @@ class Releases:
         low, high = sorted([first.get(new_key, ()), last.get(old_key, LATEST)])
         sign = ", ".join(dict.fromkeys(filter(None, [old_key, new_key])))
         if pinned:
-            low = high = release(pinned)
+            low = high = parse_release(pinned)
             sign = f"{self.package} {pinned}"
         ends = {end for older in self.history.values() for _, end in older if low <= end < high}
         span = "until " * (not low) + " to ".join(map(release_name, dict.fromkeys(filter(None, (low, high)))))

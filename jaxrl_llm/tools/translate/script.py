@@ -57,8 +57,8 @@ def read_script(
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
     run = script_calls.ScriptRun(options, environment or {})
     _follow(tree, run)
-    trainer = next((item for item in run.items if item.kind == "trainer"), None)
-    config = _config_of(trainer, run.items)
+    trainer = next((item for item in run.trl_objects if item.kind == "trainer"), None)
+    config = _config_of(trainer, run.trl_objects)
     if not trainer and not config:
         other = (name for name, _ in called if name in WORDS["untranslated_classes"])
         made = ", ".join(f"{name}, which is not translated" for name in other)
@@ -111,7 +111,7 @@ def _follow(tree: ast.Module, run: script_calls.ScriptRun) -> None:
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         makes = {_called_name(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
         # A function that the script does not call gets unknown arguments from a library such as fire.
-        is_needed = not any(item.kind == "trainer" for item in run.items)
+        is_needed = not any(item.kind == "trainer" for item in run.trl_objects)
         if is_needed and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys():
             with suppress(script_calls.TrainingStarts):
                 run.follow_function(function, dict(run.options or {}), function)

@@ -60,7 +60,7 @@ class ScriptRun(Interpreter):
         super().__init__(environment)
         self.options = options  # options of the command that starts the script; None if no command is known
         self.own_options = dict(options or {})  # options that are no settings of a config of TRL
-        self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
+        self.trl_objects: list[ScriptObject] = []  # configs and trainers, in the order of their calls
         self.notes: list[str] = []
 
     def class_of(self, line: ast.ClassDef) -> ScriptObject:
@@ -98,7 +98,7 @@ class ScriptRun(Interpreter):
     def method(self, owner: Any, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
         """Returns the value of a call of a method, and records how it changes its object."""
         match owner:
-            case list() if name == "append" and not self.doubt:
+            case list() if name == "append" and not self.unknown_condition:
                 return owner.append(arguments.get("0"))
             case list() if name not in WORDS["reading_methods"]:  # such as insert
                 owner[:] = [Unread(place_of(node))]
@@ -124,9 +124,9 @@ class ScriptRun(Interpreter):
         """
         unread, first = Unread(place_of(node)), arguments.pop("0", {})
         has_unknown_entries = any(key.startswith("**") for key in owner)
-        if name in ("pop", "setdefault") and isinstance(first, str) and not self.doubt:
+        if name in ("pop", "setdefault") and isinstance(first, str) and not self.unknown_condition:
             return getattr(owner, name)(first, unread if has_unknown_entries else arguments.get("1"))
-        if name == "update" and isinstance(first, dict) and not self.doubt:
+        if name == "update" and isinstance(first, dict) and not self.unknown_condition:
             return owner.update(first | arguments)
         return owner.update(dict.fromkeys([*owner, *filter(str.isidentifier, arguments), f"**{snippet(node)}"], unread))
 
@@ -204,33 +204,33 @@ class ScriptRun(Interpreter):
         return default
 
     def create_trl_object(self, name: str, node: ast.Call) -> ScriptObject:
-        """Returns a config or trainer of TRL with the arguments of its call, and records it in `items`."""
+        """Returns a config or trainer of TRL with the arguments of its call, and records it in `trl_objects`."""
         kind = (TRAINERS | CONFIGS)[name]
         arguments = self.arguments(node, WORDS[f"{kind}_arguments"] if name in TRAINERS else ("output_dir",))
         if name in TRAINERS:
             arguments = {RENAMED_ARGUMENTS.get(key, key): value for key, value in arguments.items()}
-        self.items.append(ScriptObject("trainer" if name in TRAINERS else "config", kind, arguments, node=node))
-        return self.items[-1]
+        self.trl_objects.append(ScriptObject("trainer" if name in TRAINERS else "config", kind, arguments, node=node))
+        return self.trl_objects[-1]
 
-    def instance(self, class_item: ScriptObject, node: ast.Call) -> Any:
+    def instance(self, script_class: ScriptObject, node: ast.Call) -> Any:
         """Returns the object that a call of a class of the script makes.
 
         A class that is derived from GRPOTrainer makes a trainer, and a dataclass makes an object with its fields. A
         class with a method such as __init__ makes an object without known fields, because methods are not followed.
         """
-        base = last_part(class_item.value)
+        base = last_part(script_class.value)
         if base in TRAINERS | CONFIGS:
             item = self.create_trl_object(base, node)
-            item.keys = (class_item.keys if base in CONFIGS else {}) | item.keys
-            item.steps |= class_item.steps
+            item.keys = (script_class.keys if base in CONFIGS else {}) | item.keys
+            item.steps |= script_class.steps
             return item
-        arguments = self.arguments(node, tuple(class_item.keys))
-        name = class_item.node.name
-        methods = {entry.name for entry in class_item.node.body if isinstance(entry, ast.FunctionDef)}
+        arguments = self.arguments(node, tuple(script_class.keys))
+        name = script_class.node.name
+        methods = {entry.name for entry in script_class.node.body if isinstance(entry, ast.FunctionDef)}
         if methods & {"__init__", "__post_init__"}:
             self.changing_call(f"{name}()", list(arguments.values()), node)
             return ScriptObject("object", f"__main__.{name}")
-        keys = class_item.keys | {key: value for key, value in arguments.items() if key in class_item.keys}
+        keys = script_class.keys | {key: value for key, value in arguments.items() if key in script_class.keys}
         return ScriptObject("object", f"__main__.{name}", keys)
 
     def follow_function(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
@@ -244,12 +244,12 @@ class ScriptRun(Interpreter):
         parameters = zip([*positional, *function.args.kwonlyargs], defaults + function.args.kw_defaults, strict=True)
         values = {x.arg: self.value(default) if default else Unread(x.arg) for x, default in parameters}
         self.names = self.names.new_child(values | arguments)
-        outer_returned, self.returned = self.returned, []
+        outer_returned, self.returned_values = self.returned_values, []
         self.follow(function.body)
         inner_names, self.names = self.names, self.names.parents
         # Variables that the function declares global keep their values after the call.
         self.names |= {name: inner_names[name] for name in self.global_names & inner_names.keys()}
-        results, self.returned = self.returned, outer_returned
+        results, self.returned_values = self.returned_values, outer_returned
         return merged_value(results, f"{snippet(node)} has several results") if results else None
 
     def call_from_pretrained(self, parent: str, node: ast.Call) -> Any:
@@ -287,10 +287,11 @@ class ScriptRun(Interpreter):
 
         The adapter may change the model in an unknown way if a condition decides about it, or if it is the second one.
         """
-        if not isinstance(model, ScriptObject) or model.kind != "model" or self.doubt or "peft_config" in model.keys:
-            return self.unknown_call("get_peft_model", [model], node)
-        model.keys["peft_config"] = adapter
-        return model
+        match model:
+            case ScriptObject(kind="model") if not self.unknown_condition and "peft_config" not in model.keys:
+                model.keys["peft_config"] = adapter
+                return model
+        return self.unknown_call("get_peft_model", [model], node)
 
     def call_load_dataset(self, parent: str, node: ast.Call) -> Any:
         """Interprets load_dataset("owner/name", "main", split="train"): rows of owner/name:main@train.
@@ -398,8 +399,8 @@ class ScriptRun(Interpreter):
         if name not in CONFIGS:
             return ScriptObject("object", name, read_names("parsed_defaults") | fields | self.options)
         settings = entry.keys | {key: x for key, x in self.options.items() if key not in self.own_options}
-        self.items.append(ScriptObject("config", CONFIGS[name], settings, dict(entry.steps), node))
-        return self.items[-1]
+        self.trl_objects.append(ScriptObject("config", CONFIGS[name], settings, dict(entry.steps), node))
+        return self.trl_objects[-1]
 
     def call_get_peft_config(self, parent: str, node: ast.Call) -> Any:
         """Interprets TRL's functions that make objects of a parsed ModelConfig, whose options are keys themselves."""

@@ -40,7 +40,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Unread
-from jaxrl_llm.tools.translate.releases import Release, Releases, release
+from jaxrl_llm.tools.translate.releases import Release, Releases, parse_release
 
 FOLDER = Path(__file__).parent
 
@@ -132,25 +132,25 @@ def trainer_table(
     newest one.
     """
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
-    current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
-    former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
+    current_rows = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
+    former_names = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current_rows}
     spans = {key: row.versions.partition("-") for key, row in rows.items()}
-    since = {key: release(first) for key, (first, _, _) in spans.items() if first}
-    until = {key: release(last) for key, (_, _, last) in spans.items() if last}
-    defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
-    history = {key: older_defaults(row.was) for key, row in current.items() if row.was}
+    since = {key: parse_release(first) for key, (first, _, _) in spans.items() if first}
+    until = {key: parse_release(last) for key, (_, _, last) in spans.items() if last}
+    defaults = {key: parse_scalar(row.default) for key, row in current_rows.items() if row.default}
+    history = {key: older_defaults(row.was) for key, row in current_rows.items() if row.was}
     releases = Releases(name.lower().partition("'")[0], history, since, until)
     rules: dict[str, Rule] = {}
-    rules |= {key: _rule(row, module, rules) for key, row in current.items()}
+    rules |= {key: _rule(row, module, rules) for key, row in current_rows.items()}
     return TrainerTable(
         name,
         version,
         rules,
         defaults | (releases.defaults_at(as_of) if as_of else {}),
         base,
-        decides={key: tuple(row.field_names) for key, row in current.items()},
-        renamed={key: words[0] for key, words in former.items()},
-        respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
+        decides={key: tuple(row.field_names) for key, row in current_rows.items()},
+        renamed={key: words[0] for key, words in former_names.items()},
+        respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former_names.items()},
         releases=Releases(releases.package) if as_of else releases,
         absent=tuple(key for key, first in since.items() if as_of and first > as_of),
     )
@@ -162,7 +162,7 @@ def older_defaults(text: str) -> list[tuple[Any, Release]]:
     A default that begins with ? is a description of one that depends on other settings.
     """
     pairs = [part.rsplit(" until ", 1) for part in text.split("; ")]
-    return [(Unread(x[1:]) if x.startswith("?") else parse_scalar(x), release(last)) for x, last in pairs]
+    return [(Unread(x[1:]) if x.startswith("?") else parse_scalar(x), parse_release(last)) for x, last in pairs]
 
 
 def _rule(row: Row, module: Mapping[str, Any], rules: dict[str, Rule]) -> Rule:

@@ -24,7 +24,7 @@ FAMILY = family.Family(
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
 )
 # Keys that several rules read, and beginnings of the keys of a section.
-LOSS_MODE = FAMILY.keys_of["loss.name"]  # key of veRL that decides our loss.name
+LOSS_MODE = FAMILY.key_of_field["loss.name"]  # key of veRL that decides our loss.name
 FILTERED = "data.filter_overlong_prompts"
 OVERLONG = "reward_model.overlong_buffer."
 REWARD_FILE = "custom_reward_function."  # section with the path and the name of the user's reward function

@@ -86,7 +86,8 @@ def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) ->
     shown_fields |= {name for name, value in fields.items() if (name, value) not in base_fields.items()}
     # A section has the arguments of one function, so a section that is made anew needs all its fields.
     sections = {name.rpartition(".")[0] for name in shown_fields}
-    shown_fields |= {x for x in fields if x.rpartition(".")[0] in sections and _is_made(x.rpartition(".")[0], fields)}
+    new_sections = {section for section in sections if _is_new_section(section, fields)}
+    shown_fields |= {name for name in fields if name.rpartition(".")[0] in new_sections}
 
     def position_of(name: str) -> tuple[int, bool, bool]:
         """Returns the place of a field: in its section the name of the function is first, and that it is None last."""
@@ -97,7 +98,7 @@ def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) ->
     return {name: fields[name] for name in sorted(fields, key=position_of) if name in shown_fields}
 
 
-def _is_made(section: str, fields: Mapping[str, Any]) -> bool:
+def _is_new_section(section: str, fields: Mapping[str, Any]) -> bool:
     """Whether the file makes a section anew, because the base has none or that of another function."""
     # A section with `workers` is the section `turns` of an environment that the base does not have.
     has_function = not fields.keys().isdisjoint((f"{section}.name", f"{section}.workers"))
@@ -108,19 +109,20 @@ def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[
     """Returns the lines of a field with its comments, and of its section if that begins with the field."""
     section = name.rpartition(".")[0]
     is_first = name == next(x for x in fields if x.rpartition(".")[0] == section)
-    made = [f"c.{section} = ConfigDict()"] if is_first and _is_made(section, fields) else []
+    section_lines = [f"c.{section} = ConfigDict()"] if is_first and _is_new_section(section, fields) else []
     comments, explained = _comments(translation, name)
     if name == "data.mixture":
         for part, inside in fields[name].items():
-            made += [f"c.{name}.{part} = ConfigDict()"]
-            made += [line for key, value in inside.items() for line in _assignment(f"{name}.{part}.{key}", value)]
-        return [*comments, *made]
+            section_lines += [f"c.{name}.{part} = ConfigDict()"]
+            for key, value in inside.items():
+                section_lines += _assignment(f"{name}.{part}.{key}", value)
+        return [*comments, *section_lines]
     origin, lines = _origin(translation, name), _assignment(name, fields[name])
     if not origin or origin in explained:
-        return [*made, *comments, *lines]
+        return [*section_lines, *comments, *lines]
     with_origin = f"{lines[0]}  # {origin}"
     fits = len(lines) == 1 and len(with_origin) + 4 <= WIDTH
-    return [*made, *comments, *([with_origin] if fits else [*_wrapped(origin), *lines])]
+    return [*section_lines, *comments, *([with_origin] if fits else [*_wrapped(origin), *lines])]
 
 
 def _assignment(name: str, value: Any) -> list[str]:
@@ -177,18 +179,18 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
     """
     reasons = {kind: {key: x.reason for key, x in translation.with_kind(kind).items()} for kind in KINDS}
     shown_names = {*written, *translation.outcomes}
-    unset = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
-    in_part = {name for name in unset if any(field.startswith(f"{name}.") for field in written)}
+    unset_reasons = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
+    partly_set = {name for name in unset_reasons if any(field.startswith(f"{name}.") for field in written)}
     # Keys without a field; those that the file has are listed with the reason.
-    keys = {name for name in unset.keys() - translation.fields().keys() if name in translation.table.rules}
-    listed = {name for name in keys if unset[name] in reasons["unsupported"].values()}
-    others = unset.keys() - in_part - keys
+    keys = {name for name in unset_reasons.keys() - translation.fields().keys() if name in translation.table.rules}
+    explained_keys = {name for name in keys if unset_reasons[name] in reasons["unsupported"].values()}
+    unset_fields = unset_reasons.keys() - partly_set - keys
     without_field = {key: x for key, x in reasons["changed"].items() if not translation.outcomes[key].fields}
     blocks = {
         "Not read as settings": [" ".join(line.split()) for line in lost],
-        f"Yours to set; until then they are those of {translation.base}.py": _named(unset, others),
-        "Yours to check; this file has values for them": _named(unset, in_part),
-        "May change the run": _named(unset, keys - in_part - listed),
+        f"Yours to set; until then they are those of {translation.base}.py": _named(unset_reasons, unset_fields),
+        "Yours to check; this file has values for them": _named(unset_reasons, partly_set),
+        "May change the run": _named(unset_reasons, keys - partly_set - explained_keys),
         "Changed in meaning": reason_lines(without_field),
         "Not supported in jaxrl_llm": reason_lines(reasons["unsupported"]),
         "No effect on training in jaxrl_llm": reason_lines(reasons["no effect"]),
