@@ -197,12 +197,12 @@ def flatten_sections(document: dict[Any, Any], prefix: str = "") -> dict[str, An
     return flattened
 
 
-def with_references(config: DocumentKeys, environment: Mapping[str, Any]) -> DocumentKeys:
-    """Returns a config whose references are replaced by values. A reference to an unknown key makes a value `Unread`.
+def with_references(settings: DocumentKeys, environment: Mapping[str, Any]) -> DocumentKeys:
+    """Returns settings whose references are replaced by values. A reference to an unknown key makes a value `Unread`.
 
     environment: {environment variable that the command sets: value}, for references such as ${oc.env:LR,1e-6}.
     """
-    referred, notes = set[str](), dict.fromkeys(config.notes)
+    referred, notes = set[str](), dict.fromkeys(settings.notes)
 
     def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
         """Returns what a reference such as ${a.b} stands for, in the value of `key`."""
@@ -213,9 +213,9 @@ def with_references(config: DocumentKeys, environment: Mapping[str, Any]) -> Doc
         if kind == "oc.env:" and default is not None:
             # The environment of the run may set the variable, so the default may not be its value.
             notes[f"{key}: {match[0]} is taken to be its default, {default.strip()}"] = None
-        elif kind != "oc.env:" and name in config.keys and depth:
+        elif kind != "oc.env:" and name in settings.keys and depth:
             referred.add(name)
-            return resolve(name, config.keys[name], depth - 1)
+            return resolve(name, settings.keys[name], depth - 1)
         return Unread(match[0]) if default is None else parse_scalar(default.strip())
 
     def resolve(key: str, value: Any, depth: int) -> Any:
@@ -237,8 +237,8 @@ def with_references(config: DocumentKeys, environment: Mapping[str, Any]) -> Doc
         return Unread(value) if value == "???" or re.search(r"\$\{[\w.]+[:}]", value) else value
 
     # The depth ends a circle of keys that refer to each other.
-    keys = {key: resolve(key, value, 5) for key, value in config.keys.items()}
-    return replace(config, keys=keys, notes=tuple(notes), referred=frozenset(referred))
+    keys = {key: resolve(key, value, 5) for key, value in settings.keys.items()}
+    return replace(settings, keys=keys, notes=tuple(notes), referred=frozenset(referred))
 
 
 @cache

@@ -247,6 +247,7 @@ def translate(
         """Translates the file with the defaults of one release of the trainer."""
         release_table, release_values, release_notes = with_defaults_of(release, table, values, newest_values)
         keys = Keys(release_values, release_table.defaults, rows=rows, processes=processes)
+        # An old name of a key has no effect if the file has the new one. Each other key has the outcome of its rule.
         reasons = {key: f"{origins[names[key]]}, another name of it, is set" for key in values}
         outcomes = {key: Outcome("no effect", reason=reason) for key, reason in reasons.items()}
         outcomes |= {key: _outcome(name, newest_values[name], release_table, keys) for name, key in origins.items()}

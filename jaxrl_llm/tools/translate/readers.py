@@ -75,22 +75,22 @@ def _read(path: Path, text: str) -> ForeignConfig:
     """Reads the text of a config or script by the suffix of its path: .py, .json, .yaml, or else a shell script."""
     is_document = path.suffix in (".json", ".yaml", ".yml")
     if path.suffix == ".py":
-        config = read_script(path, text)
+        settings = read_script(path, text)
     elif is_document:
-        config = documents.with_references(documents.read_document(path, text), {})
+        settings = documents.with_references(documents.read_document(path, text), {})
     else:
-        config = _from_shell(path, text)
-    keys = config.keys = {key: arguments.without_places(value) for key, value in config.keys.items()}
+        settings = _from_shell(path, text)
+    keys = settings.keys = {key: arguments.without_places(value) for key, value in settings.keys.items()}
     # A key becomes a comment of the config, so it must not have other characters, such as line breaks.
     if wrong := next((key for key in keys if not KEY.fullmatch(key)), ""):
         raise UserError(f"{path}: {wrong!r} is no config key: name a config of TRL, veRL, EasyR1 or Search-R1")
     # Most keys belong to all trainers of TRL, so the program decides.
-    table = trl.TRL_TRAINERS.get(config.program) or detect(path, keys, config.lost)
+    table = trl.TRL_TRAINERS.get(settings.program) or detect(path, keys, settings.lost)
     # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
     if is_document and table in trl.TRL_TRAINERS.values() and not keys.keys() & {"num_processes", "world_size"}:
         keys["num_processes"] = None
-    pinned = pinned_version(table, "\n".join([text, config.program_text, *requirements(path, text)]))
-    return ForeignConfig(**vars(config), table=table, pinned=pinned)
+    pinned = pinned_version(table, "\n".join([text, settings.program_text, *requirements(path, text)]))
+    return ForeignConfig(**vars(settings), table=table, pinned=pinned)
 
 
 def requirements(path: Path, text: str) -> list[str]:
@@ -137,25 +137,25 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
     # A command that a loop runs several times has one place in the script, and counts once.
     runs: dict[int, list[documents.DocumentKeys]] = {}
     for command in script.commands:
-        if config := _from_command(path, command, script.files):
-            runs.setdefault(command.positions[0], []).append(config)
+        if settings := _from_command(path, command, script.files):
+            runs.setdefault(command.positions[0], []).append(settings)
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
     rounds = next(iter(runs.values()), [])
-    lost = unreached(script, {FLAG_KEY.sub("", key) for config in rounds for key in config.keys})
+    lost = unreached(script, {FLAG_KEY.sub("", key) for settings in rounds for key in settings.keys})
     code = (text for command in script.commands for text in (*command.words, *script.files.values()))
     if not rounds and (program := next(filter(MAKES_CONFIG.search, code), "")):
-        config = read_script(Path(f"the Python code in {path}"), program)
-        return replace(config, notes=(*script.notes, *config.notes))
+        settings = read_script(Path(f"the Python code in {path}"), program)
+        return replace(settings, notes=(*script.notes, *settings.notes))
     if not rounds:
         unreached_line = f" that runs ({lost[0]} belongs to no command that runs)" if lost else ""
         raise UserError(
             f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{unreached_line}: name a script that has "
             "such a command"
         )
-    lost = dict.fromkeys([line for config in rounds for line in config.lost] + lost)
+    lost = dict.fromkeys([line for settings in rounds for line in settings.lost] + lost)
     # `merge_rounds` makes keys unread that the rounds of a loop set to different values.
-    keys = arguments.merge_rounds([config.keys for config in rounds])
+    keys = arguments.merge_rounds([settings.keys for settings in rounds])
     return replace(rounds[0], keys=keys, lost=tuple(lost), notes=(*script.notes, *rounds[0].notes))
 
 
@@ -210,9 +210,9 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     hydra, unkeyed = arguments.keys_of(argument_words)
     environment = {name: documents.value_of(" ".join(x), str) for name, x in command.environment.items()}
     if any(key.split(".")[0] in (*documents.SECTIONS, "config", "--config-name") for key in hydra):
-        config = documents.with_files(path, {key: documents.value_of(value) for key, value in hydra.items()}, files)
-        config.lost += _unkeyed(unkeyed) + (f"{program_file}: {SENTENCES['OTHER_MAIN']}",) * (known_note is None)
-        return documents.with_references(config, environment)
+        settings = documents.with_files(path, {key: documents.value_of(value) for key, value in hydra.items()}, files)
+        settings.lost += _unkeyed(unkeyed) + (f"{program_file}: {SENTENCES['OTHER_MAIN']}",) * (known_note is None)
+        return documents.with_references(settings, environment)
     options, unkeyed = arguments.flags(argument_words)
     values: dict[str, Any] = {}
     for key, value in options.items():
@@ -223,46 +223,46 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
     program = next((kind for part, kind in PROGRAMS.items() if part in program_name), "")
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
-    config = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
-    trl_keys = [key for key in config.keys if key != "config" or program]
+    settings = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
+    trl_keys = [key for key in settings.keys if key != "config" or program]
     file = documents.find_file(path, program_file, files) if known_note is None else None
     has_trl_key = any(table.knows(key) for table in trl.TRL_TRAINERS.values() for key in trl_keys)
     # All options may be the program's own.
     if not has_trl_key and not (file and MAKES_CONFIG.search(file[1])):
         return None
-    config.program = program
+    settings.program = program
     known_words = (*config_files, "train", "cpo", *trl.TRL_TRAINERS)
-    config.lost += _unkeyed([word for word in unkeyed if word not in known_words])
+    settings.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     if file:
-        _follow_program(program_file, file, config, environment)
+        _follow_program(program_file, file, settings, environment)
     elif known_note is None:
-        config.lost += (f"{program_file}: {SENTENCES['PROGRAM_NOT_FOUND']}",)
-    config.notes += (f"{program_file}: {known_note}",) * bool(known_note)
+        settings.lost += (f"{program_file}: {SENTENCES['PROGRAM_NOT_FOUND']}",)
+    settings.notes += (f"{program_file}: {known_note}",) * bool(known_note)
     # An option of the program wins over the launcher's flag of this name.
-    config.keys |= launchers.flags(path, words[: start + 1], files) | config.keys
-    if "report_to" in config.keys and (project := command.environment.get("WANDB_PROJECT")):
-        config.keys["wandb_project"] = documents.value_of(" ".join(project))
-    return config
+    settings.keys |= launchers.flags(path, words[: start + 1], files) | settings.keys
+    if "report_to" in settings.keys and (project := command.environment.get("WANDB_PROJECT")):
+        settings.keys["wandb_project"] = documents.value_of(" ".join(project))
+    return settings
 
 
 def _follow_program(
-    name: str, file: tuple[Path, str], config: documents.DocumentKeys, environment: Mapping[str, Any]
+    name: str, file: tuple[Path, str], settings: documents.DocumentKeys, environment: Mapping[str, Any]
 ) -> None:
     """Replaces the options of a TRL command with what its program makes of them, or says why it is not followed.
 
     environment: {variable that the program sees: value}.
     """
     try:
-        script = read_script(*file, config.keys, environment)
+        script = read_script(*file, settings.keys, environment)
     except UserError as error:
-        config.lost += (f"{name}: this program is not followed ({error})",)
+        settings.lost += (f"{name}: this program is not followed ({error})",)
         return
     # A setting of the script wins over the option of the command that is another name of it.
     renamed, values = trl.TRL_TRAINERS[script.program].renamed, script.keys
-    config.keys = {renamed[key] if renamed.get(key) in values else key: x for key, x in values.items()}
-    config.program, config.program_text = script.program, script.program_text
-    config.lost += script.lost
-    config.notes += (f"{name} is read, with the options of the command", *script.notes)
+    settings.keys = {renamed[key] if renamed.get(key) in values else key: x for key, x in values.items()}
+    settings.program, settings.program_text = script.program, script.program_text
+    settings.lost += script.lost
+    settings.notes += (f"{name} is read, with the options of the command", *script.notes)
 
 
 def _unkeyed(words: Sequence[str]) -> tuple[str, ...]:

@@ -186,12 +186,15 @@ class ShellRun(ShellVariables):
         vars(self).update(outer_values)
 
     def follow_in_subshell(self, follow: Callable[[], Status]) -> tuple[Status, Variables]:
-        """Follows a block that leaves nothing behind. Returns its status, and its variables after it."""
+        """Follows a block whose changes of variables end with it. Returns its status, and its variables after it.
+
+        follow: function that moves behind the block, such as `self.block`.
+        """
         with self.temporary_fields(variables=dict(self.variables), skip_reason=self.skip_reason):
             return follow(), self.variables
 
     def skip_block(self, follow: Callable[[], Status]) -> None:
-        """Moves behind a block that does not run."""
+        """Moves behind a block that does not run. follow: function that moves behind it, such as `self.block`."""
         with self.temporary_fields(skip_reason=self.skip_reason or "the branch is not taken"):
             follow()
 
@@ -396,9 +399,10 @@ class ShellRun(ShellVariables):
         return status
 
     def declare(self, words: Sequence[Word], *, is_local: bool = False, exports: bool = False) -> Status:
-        """Sets the variables of words name=value.
+        """Sets the variables of words name=value, such as those of `export LR=1e-6`.
 
-        is_local: they belong to the function that is followed. exports: commands get them in their environment.
+        is_local: the variables belong to the function that is followed. exports: commands get the variables in their
+        environment.
         """
         for word in words:
             name = word.assignment[1] if word.assignment else word.plain
@@ -408,7 +412,10 @@ class ShellRun(ShellVariables):
         return True
 
     def keep_output(self, words: list[str], heredoc: Heredoc | None, output: str) -> None:
-        """Keeps the text of a heredoc, and of a file that `cat` or `echo` writes. output: > or >> with the file."""
+        """Keeps the text of a heredoc, and of a file that `cat` or `echo` writes: it may be the config of the training.
+
+        words: words of the command; output: its redirection, > or >> with the name of the file; "" if it has none.
+        """
         printed_words = [word for word in words[1:] if not re.fullmatch(r"-[neE]+|%s(\\n)?", word)]
         text = self.heredoc_text(heredoc) if heredoc else " ".join(printed_words) + "\n"
         writes = bool(output) and words[0] in (("cat",) if heredoc else ("echo", "printf"))

@@ -111,13 +111,14 @@ class ShellVariables:
         """Returns what $name or ${…} is: all elements of an array, one of them, or a default."""
         if part.text == "#":
             return [str(len(self.variables["@"]))]
+        # An unknown variable keeps its text, such as $LR, so that the translation can name it.
         as_written = [f"${part.text}" if re.fullmatch(r"\w+", part.text) else f"${{{part.text}}}"]
         if not (match := PARAMETER.fullmatch(part.text)):
             return as_written
         name, index, sign, default = match.groups()
         values = self.variables.get("@" if name.isdigit() else name)
         if values is not None and "@" not in (name, index):
-            # The first argument has the number 1, and $0 is the script.
+            # One element is meant: $name is the first of an array, and $1 the first argument, as $0 is the script.
             position = int(name) - 1 if name.isdigit() else int(index or 0)
             values = values[max(position, 0) : position + 1] or None
         # A colon makes an empty text count as not set.

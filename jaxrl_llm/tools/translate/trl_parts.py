@@ -23,6 +23,7 @@ QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printe
 NO_FUNCTIONS = {"reward.functions": (), "reward.weights": ()}
 # Task of the user if a reward model is the only reward, because an evaluation needs a function.
 EVALUATION_TASK = {"eval.function": "a reward function that judges the evaluation, or eval.every = 0"}
+# Reasons that a translation prints.
 NO_REWARD = "the file names no reward function"
 SAME_TEXT = "it reads the same prompt and completion as the policy"
 
@@ -42,6 +43,7 @@ def own_model(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def dtype(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `dtype` or `bf16` to `model.dtype`, of activations: jaxrl_llm's parameters are float32."""
+    # The precision of TRL's run has two names: the dtype of the parameters, and bf16 or fp16 of the computation.
     # float16 becomes bfloat16, which takes the same memory and whose gradients need no scaling.
     is_half = value in ("bfloat16", "float16")
     is_low = is_half or value == "auto" or keys["bf16"] in (None, True) or keys.get("fp16")
