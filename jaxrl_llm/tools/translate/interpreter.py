@@ -71,7 +71,7 @@ def snippet(node: ast.AST) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def place_of(node: ast.AST) -> str:
+def citation(node: ast.AST) -> str:
     """Returns the line and the text of a node, which a report shows."""
     return f"line {getattr(node, 'lineno', 0)}: {snippet(node)}"
 
@@ -122,7 +122,7 @@ class Interpreter(ABC):
 
     @abstractmethod
     def class_of(self, line: ast.ClassDef) -> ScriptObject:
-        """Returns the item of a class that the script defines."""
+        """Returns the object of a class that the script defines."""
 
     def follow(self, body: Sequence[ast.AST], condition: str = "") -> None:
         """Follows statements one after the other. condition: unknown condition under which they run, or ""."""
@@ -164,7 +164,7 @@ class Interpreter(ABC):
                 if isinstance(line, ast.AugAssign):
                     self.record_change([self.value(line.value)], "+=", line)
                 for target in line.targets if isinstance(line, ast.Delete) else [line.target]:
-                    self.bind(target, Unread(place_of(line)))
+                    self.bind(target, Unread(citation(line)))
             case _:
                 self.parts_of(line)
 
@@ -180,9 +180,9 @@ class Interpreter(ABC):
                     if target:
                         self.bind(target, result)
                 case ast.ExceptHandler(body=body) | ast.match_case(body=body):
-                    self.follow(body, place_of(body[0]))
+                    self.follow(body, citation(body[0]))
                 case ast.stmt():
-                    self.follow([part], "" if always_runs else place_of(line))
+                    self.follow([part], "" if always_runs else citation(line))
 
     def imported(self, line: ast.Import | ast.ImportFrom) -> None:
         """Binds the names of an import to objects of kind "name", which say what was imported."""
@@ -223,33 +223,33 @@ class Interpreter(ABC):
         name = name if isinstance(name, str) and is_literal(name) else f"**{snippet(target)}"
         match owner:
             case ScriptObject(kind="class", value=base) if base:  # a trainer or config that the script defines
-                owner.steps[f"{name}="] = place_of(target)
+                owner.steps[f"{name}="] = citation(target)
             case ScriptObject(kind="config" | "object" | "adapter" | "class"):
                 owner.keys[name] = value
             case dict():
                 owner[name] = value
             case list():
-                owner[:] = [Unread(place_of(target))]
+                owner[:] = [Unread(citation(target))]
             case ScriptObject(kind="name", value="os.environ"):
                 self.environment[name] = value
             case ScriptObject(kind="name") if owner.value.startswith(tuple(WORDS["patched_packages"])):
-                self.lost.append(f"{place_of(target)} = ...")
+                self.lost.append(f"{citation(target)} = ...")
             case _ if name not in WORDS["quiet_attributes"]:
                 self.record_change([owner], f"{name}=" if name.isidentifier() else "entry=", target)
 
     def record_change(self, values: list[Any], name: str, node: ast.AST) -> list[ScriptObject]:
-        """Records an unknown call or assignment in all items that it may change, and returns these items."""
-        items: list[ScriptObject] = []
+        """Records an unknown call or assignment in all objects that it may change, and returns these objects."""
+        objects: list[ScriptObject] = []
         for value in values:
             if isinstance(value, list | dict):
-                items += self.record_change(list(value.values() if isinstance(value, dict) else value), name, node)
-            item = value.value if isinstance(value, ScriptObject) and value.kind == "part" else value
-            if isinstance(item, ScriptObject) and item.kind not in ("name", "function", "class", "parser"):
-                if item.kind == "object":
-                    item.keys = {key: Unread(place_of(node)) for key in item.keys}
-                item.steps.setdefault(name, place_of(node))
-                items.append(item)
-        return items
+                objects += self.record_change(list(value.values() if isinstance(value, dict) else value), name, node)
+            owner = value.value if isinstance(value, ScriptObject) and value.kind == "part" else value
+            if isinstance(owner, ScriptObject) and owner.kind not in ("name", "function", "class", "parser"):
+                if owner.kind == "object":
+                    owner.keys = {key: Unread(citation(node)) for key in owner.keys}
+                owner.steps.setdefault(name, citation(node))
+                objects.append(owner)
+        return objects
 
     def value(self, node: ast.expr) -> Any:
         """Returns what an expression evaluates to; `Unread` if it cannot be computed without running the script."""

@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import script_calls
 from jaxrl_llm.tools.translate.documents import DocumentKeys
-from jaxrl_llm.tools.translate.interpreter import ScriptObject, place_of, snippet
+from jaxrl_llm.tools.translate.interpreter import ScriptObject, citation, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS
 
@@ -57,7 +57,7 @@ def read_script(
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
     run = script_calls.ScriptRun(options, environment or {})
     _follow(tree, run)
-    trainer = next((item for item in run.trl_objects if item.kind == "trainer"), None)
+    trainer = next((trl_object for trl_object in run.trl_objects if trl_object.kind == "trainer"), None)
     config = _config_of(trainer, run.trl_objects)
     if not trainer and not config:
         other = (name for name, _ in called if name in WORDS["untranslated_classes"])
@@ -65,7 +65,7 @@ def read_script(
         listed = ", ".join(sorted(own_configs))
         raise UserError(f"{path} makes {made or 'no config'}: name a script that calls one of {listed}, or a .sh")
     if config and any(name.startswith("**") for name in config.keys):
-        run.lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
+        run.lost.append(f"{citation(config.node)}: the script does not say all of this config: translate a .sh")
     settings = config.keys | _steps("trainer.args", config) if config else {}
     settings |= {name: run.environment[x] for x, name in TRACKED.items() if x in run.environment}
     keys = {name: key_value(value) for name, value in settings.items()}
@@ -82,10 +82,10 @@ def read_script(
     return DocumentKeys(keys, tuple(run.lost), tuple(run.notes), program=kind, program_text=text)
 
 
-def _config_of(trainer: ScriptObject | None, items: list[ScriptObject]) -> ScriptObject | None:
+def _config_of(trainer: ScriptObject | None, objects: list[ScriptObject]) -> ScriptObject | None:
     """Returns the config of a trainer, which is its argument `args`, or else the first config that a script makes.
 
-    items: configs and trainers that the script makes.
+    objects: configs and trainers that the script makes.
     """
     args = trainer.keys.get("args") if trainer else None
     if isinstance(args, ScriptObject) and args.kind == "config":
@@ -94,8 +94,8 @@ def _config_of(trainer: ScriptObject | None, items: list[ScriptObject]) -> Scrip
     if trainer and args is not None:
         return script_calls.unread_config(str(trainer.value), trainer.node)
     # TrainingArguments without a trainer of TRL are those of another program.
-    configs = (item for item in items if item.kind == "config")
-    return next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
+    configs = (trl_object for trl_object in objects if trl_object.kind == "config")
+    return next((trl_object for trl_object in configs if _called_name(trl_object.node) != "TrainingArguments"), None)
 
 
 def _comment_on_processes(tree: ast.Module, text: str) -> str:
@@ -111,7 +111,7 @@ def _follow(tree: ast.Module, run: script_calls.ScriptRun) -> None:
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         makes = {_called_name(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
         # A function that the script does not call gets unknown arguments from a library such as fire.
-        is_needed = not any(item.kind == "trainer" for item in run.trl_objects)
+        is_needed = not any(trl_object.kind == "trainer" for trl_object in run.trl_objects)
         if is_needed and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys():
             with suppress(script_calls.TrainingStarts):
                 run.follow_function(function, dict(run.options or {}), function)
@@ -122,9 +122,9 @@ def _called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _steps(prefix: str, item: ScriptObject) -> dict[str, Any]:
+def _steps(prefix: str, owner: ScriptObject) -> dict[str, Any]:
     """Returns keys for the unknown calls that may change an object, such as trainer.model.my_function()."""
-    return {f"{prefix}.{name}": place for name, place in item.steps.items()}
+    return {f"{prefix}.{name}": place for name, place in owner.steps.items()}
 
 
 def argument_keys(name: str, value: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from jaxrl_llm.tools.translate.interpreter import Interpreter, ScriptObject, is_literal, merged_value, place_of, snippet
+from jaxrl_llm.tools.translate.interpreter import Interpreter, ScriptObject, citation, is_literal, merged_value, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS, read_names
 
@@ -101,7 +101,7 @@ class ScriptRun(Interpreter):
             case list() if name == "append" and not self.unknown_condition:
                 return owner.append(arguments.get("0"))
             case list() if name not in WORDS["reading_methods"]:  # such as insert
-                owner[:] = [Unread(place_of(node))]
+                owner[:] = [Unread(citation(node))]
             case dict() if name not in WORDS["reading_methods"]:
                 return self.changed_entries(owner, name, arguments, node)
             case ScriptObject(kind="parser"):
@@ -112,7 +112,7 @@ class ScriptRun(Interpreter):
             case ScriptObject(kind="object"):
                 return self.changing_call(name, [owner, *arguments.values()], node)
             case ScriptObject(kind="rows"):
-                step = {} if name in (*WORDS["quiet_row_methods"], *WORDS["quiet_calls"]) else {name: place_of(node)}
+                step = {} if name in (*WORDS["quiet_row_methods"], *WORDS["quiet_calls"]) else {name: citation(node)}
                 return ScriptObject("rows", owner.value, {}, owner.steps | step)
         return self.unknown_call(name, [owner, *arguments.values()], node)
 
@@ -122,7 +122,7 @@ class ScriptRun(Interpreter):
         After an unknown change, such as settings.update(build()), all entries are unknown. The new entry "**" stands
         for further keys that the change may have added.
         """
-        unread, first = Unread(place_of(node)), arguments.pop("0", {})
+        unread, first = Unread(citation(node)), arguments.pop("0", {})
         has_unknown_entries = any(key.startswith("**") for key in owner)
         if name in ("pop", "setdefault") and isinstance(first, str) and not self.unknown_condition:
             return getattr(owner, name)(first, unread if has_unknown_entries else arguments.get("1"))
@@ -150,8 +150,8 @@ class ScriptRun(Interpreter):
         A model that an unknown function gets is probably what the function returns, as in `model = patch(model)`. The
         result of a function of parsed arguments is another object, as in `rewards = get_rewards(script_args)`.
         """
-        items = self.record_change(values, f"{name}()", node)
-        return next((item for item in items if item.kind != "object"), Unread(snippet(node)))
+        objects = self.record_change(values, f"{name}()", node)
+        return next((changed for changed in objects if changed.kind != "object"), Unread(snippet(node)))
 
     def imported_call(self, function: ScriptObject, node: ast.Call) -> Any:
         """Interprets a call of an imported name, such as trl.GRPOConfig(...) or AutoTokenizer.from_pretrained(...).
@@ -165,13 +165,13 @@ class ScriptRun(Interpreter):
         # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
         trl_class = name if name in CONFIGS else next((end for end in TRAINERS if name.endswith(end)), "")
         if trl_class and name not in WORDS["untranslated_classes"]:
-            item = self.create_trl_object(trl_class, node)
+            trl_object = self.create_trl_object(trl_class, node)
             unsloth = self.unsloth if function.unsloth is None else function.unsloth
-            item.keys |= {"unsloth": unsloth} if item.kind == "config" and unsloth else {}
+            trl_object.keys |= {"unsloth": unsloth} if trl_object.kind == "config" and unsloth else {}
             # A trainer of another package, such as `from own import GRPOTrainer`, may change anything of the run.
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
-                item.steps[f"{name}()"] = place_of(node)
-            return item
+                trl_object.steps[f"{name}()"] = citation(node)
+            return trl_object
         if function.value in ("os.environ.get", "os.getenv"):
             return self.environment_variable(node)
         if function.value == "os.environ.setdefault":
@@ -200,7 +200,7 @@ class ScriptRun(Interpreter):
         # A launcher such as torchrun sets WORLD_SIZE and LOCAL_RANK, so they do not have the default.
         if default is None or name in WORDS["launcher_variables"]:
             return Unread(snippet(node))
-        self.notes.append(f"{place_of(node)}: the environment variable is taken to have its default")
+        self.notes.append(f"{citation(node)}: the environment variable is taken to have its default")
         return default
 
     def create_trl_object(self, name: str, node: ast.Call) -> ScriptObject:
@@ -220,10 +220,10 @@ class ScriptRun(Interpreter):
         """
         base = last_part(script_class.value)
         if base in TRAINERS | CONFIGS:
-            item = self.create_trl_object(base, node)
-            item.keys = (script_class.keys if base in CONFIGS else {}) | item.keys
-            item.steps |= script_class.steps
-            return item
+            trl_object = self.create_trl_object(base, node)
+            trl_object.keys = (script_class.keys if base in CONFIGS else {}) | trl_object.keys
+            trl_object.steps |= script_class.steps
+            return trl_object
         arguments = self.arguments(node, tuple(script_class.keys))
         name = script_class.node.name
         methods = {entry.name for entry in script_class.node.body if isinstance(entry, ast.FunctionDef)}
@@ -331,10 +331,10 @@ class ScriptRun(Interpreter):
 
     def call_asdict(self, parent: str, node: ast.Call) -> Any:
         """Interprets asdict(object) and vars(object) of an object of the script: its fields."""
-        item = self.arguments(node).get("0")
-        if isinstance(item, ScriptObject) and item.kind == "object" and item.keys:
-            return dict(item.keys) if "asdict" in snippet(node) else item.keys
-        return self.part(item, node)
+        owner = self.arguments(node).get("0")
+        if isinstance(owner, ScriptObject) and owner.kind == "object" and owner.keys:
+            return dict(owner.keys) if "asdict" in snippet(node) else owner.keys
+        return self.part(owner, node)
 
     call_vars = call_asdict
 
@@ -375,7 +375,7 @@ class ScriptRun(Interpreter):
         if name not in WORDS["parse_methods"]:
             return Unread(snippet(node))
         if self.options is None:
-            self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
+            self.notes.append(f"{citation(node)}: an option of the command line is taken to have its default")
         if parser.value == "ArgumentParser":
             given = {option: x for option, x in self.own_options.items() if option in parser.keys}
             options = ScriptObject("object", snippet(node), parser.keys | given)
