@@ -2,9 +2,10 @@
 
     python -m benchmarks.speed.limits
 
-Each line has the CPU seconds under both limits and their ratio. 1.0 means that the limit costs nothing. The last line
-compares two runs: one has 400 short prompts, and in the other run one of the 400 is long. It has the median CPU seconds
-of a step and the largest memory of each run.
+Each line has the CPU seconds under both limits and their ratio. 1.0 means that the limit costs nothing. Further lines
+have the ratios of sampling, scoring and a gradient with top-k or top-p to those without them, with a large vocabulary.
+The last line compares two runs: one has 400 short prompts, and in the other run one of the 400 is long. It has the
+median CPU seconds of a step and the largest memory of each run.
 """
 
 from __future__ import annotations
@@ -17,26 +18,32 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import train
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.load import load
+from jaxrl_llm.learner.forward import completion_logprobs
 from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import default_rope
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.structs import Prompts
+from jaxrl_llm.structs import Batch, Prompts, PyTree
 
 CONFIG = DecoderConfig(
     family="qwen2",
     vocab_size=8192, width=256, layers=6, heads=8, kv_heads=2, head_dim=32, mlp_width=704, max_positions=8192,
     rope=default_rope(1e4, 32), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
+WIDE_CONFIG = replace(CONFIG, vocab_size=151_936, layers=4)
+TRUNCATIONS = Sampling(top_k=50), Sampling(top_p=0.95), Sampling(top_k=20, top_p=0.95)
+TRUNCATED = 24  # tokens of a completion under these
 GROUPS, GROUP_SIZE, PROMPT = 8, 8, 16
 PROMPTS, LONG = 400, 256
 TURN, OBSERVATION = 8, 100  # tokens of an episode's turn, and of each of its two observations
@@ -85,6 +92,30 @@ def sampling_call(limit: int, tokens: int = 0, *, episodes: bool = False) -> Cal
     if episodes:
         return lambda: call(environments=TwoObservations())
     return partial(call, max_tokens=np.full((GROUPS, GROUP_SIZE), tokens or limit))
+
+
+def truncation_calls(sampling: Sampling) -> list[Callable[[], object]]:
+    """Returns functions that sample, score and differentiate completions of a model with a large vocabulary."""
+    model, mesh = Decoder(WIDE_CONFIG), make_mesh(data=1, fsdp=1, tensor=1)
+    params = jax.jit(model.init)(jax.random.key(0))
+    sampler = Sampler(model, mesh, max_completion_tokens=TRUNCATED, stop_ids=(), pad_id=0)
+    sampler.update_weights(params)
+    random = np.random.default_rng(0)
+    prompt_tokens = random.integers(1, WIDE_CONFIG.vocab_size, (GROUPS, PROMPT)).astype(np.int32)
+    prompts = Prompts(prompt_tokens, np.ones_like(prompt_tokens, bool), [], np.arange(GROUPS))
+    completions = random.integers(1, WIDE_CONFIG.vocab_size, (GROUPS, GROUP_SIZE, TRUNCATED)).astype(np.int32)
+    mask = np.ones(completions.shape, bool)
+    batch = Batch(prompt_tokens, np.ones_like(prompt_tokens, bool), completions, mask, mask)
+
+    def score(params: PyTree, batch: Batch) -> jax.Array:
+        return jnp.sum(completion_logprobs(model, params, batch, sampling)[0])
+
+    scored, differentiated = jax.jit(score), jax.jit(jax.grad(score))
+    return [
+        partial(sampler.sample, prompts, jax.random.key(0), group_size=GROUP_SIZE, sampling=sampling),
+        lambda: jax.block_until_ready(scored(params, batch)),
+        lambda: jax.block_until_ready(differentiated(params, batch)),
+    ]
 
 
 def cpu_seconds(calls: list[Callable[[], object]], times: int) -> list[float]:
@@ -153,6 +184,18 @@ def main() -> None:
     for name, calls in cases.items():
         near, far = cpu_seconds(list(calls), args.times)
         print(f"{name}: {near:.2f} and {far:.2f}, {far / near:.2f} times", flush=True)
+    print(f"vocabulary of {WIDE_CONFIG.vocab_size}; seconds without a limit, and times with it")
+    plain = truncation_calls(Sampling())
+    for sampling in TRUNCATIONS:
+        calls = [call for pair in zip(plain, truncation_calls(sampling), strict=True) for call in pair]
+        seconds = cpu_seconds(calls, args.times)
+        ratios = [
+            f"{name} {least:.2f}, {limited / least:.2f} times"
+            for name, least, limited in zip(
+                ("sampling", "scoring", "gradient"), seconds[::2], seconds[1::2], strict=True
+            )
+        ]
+        print(f"top_k {sampling.top_k}, top_p {sampling.top_p}: {'; '.join(ratios)}", flush=True)
     sources = "short_rows", "rows_with_a_long_one"
     (short, memory), (long, long_memory) = (measured_run(source, args.steps) for source in sources)
     print(

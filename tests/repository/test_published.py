@@ -133,6 +133,7 @@ def with_fields(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
     return config
 
 
+NARROW = dict(layers=1, width=32, heads=2, kv_heads=1, mlp_width=8, vocab_size=64)
 SHORT = {"group_size": 2, "mesh.fsdp": 1, "health.self_test": False, "reward.timeout": 0.0}
 SIZES = {"num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4} | SHORT
 # Names of a module, and their values instead, or what makes one of the value. FOLDER: that of the test.
@@ -153,7 +154,8 @@ PATCHES: dict[str, dict[str, Any]] = {
         "RUNS": lambda runs: {name: runs[name] for name in ("grpo", "lora, int8")},
     },
     "speed.limits": {
-        "CONFIG": lambda config: replace(config, layers=1, width=32, heads=2, kv_heads=1, mlp_width=8, vocab_size=64),
+        "CONFIG": lambda config: replace(config, **NARROW),
+        "WIDE_CONFIG": lambda config: replace(config, **NARROW),
         **dict(GROUPS=2, GROUP_SIZE=2, LONG=32),
         "load": lambda load: lambda file: with_fields(load(ROOT / file), SHORT),
     },
