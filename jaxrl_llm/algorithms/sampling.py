@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from jaxrl_llm.algorithms.thresholds import TOP_P_BLOCKS, top_k_threshold, top_p_threshold
 from jaxrl_llm.structs import Array, PyTree
 
 # Largest number of tokens per block in `draw_tokens`. It divides most vocabularies, and is the width of a TPU vector.
@@ -42,53 +43,15 @@ def mask_logits(
         logits = logits / sampling.temperature
     masked_logits = logits
     if sampling.top_k:
-        count = jnp.array(min(sampling.top_k, logits.shape[-1]), jnp.float32)
-        threshold = _threshold(logits, jnp.ones_like(logits), count)
-        masked_logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+        masked_logits = jnp.where(logits >= top_k_threshold(logits, sampling.top_k), logits, -jnp.inf)
     if sampling.top_p < 1:
-        weights = jnp.exp(masked_logits - jnp.max(masked_logits, axis=-1, keepdims=True))
-        enough_weight = sampling.top_p * jnp.sum(weights, axis=-1, keepdims=True)
-        threshold = _threshold(masked_logits, weights, enough_weight)
+        threshold = top_p_threshold(masked_logits, sampling.top_p, few_left=0 < sampling.top_k <= TOP_P_BLOCKS)
         masked_logits = jnp.where(masked_logits >= threshold, masked_logits, -jnp.inf)
     if token is not None and masked_logits is not logits:
         # Only top-k and top-p can leave the token out of the support.
         chosen = jax.nn.one_hot(token, logits.shape[-1], dtype=bool)
         masked_logits = jnp.where(chosen, logits, masked_logits)
     return masked_logits
-
-
-def _threshold(
-    logits: Float[Array, "*n V"], weights: Float[Array, "*n V"], enough_weight: Array
-) -> Float[Array, "*n 1"]:
-    """Returns the smallest logit above which all logits together weigh less than `enough_weight`: [..., 1].
-
-    logits, weights: [..., V]. Sorting the vocabulary would be slower (docs/LOG.md). This search halves the range of
-    float32 numbers 32 times, with one sum over V each. It compares floats by their bits as integers, whose order is
-    that of positive floats and the opposite of that of negative ones.
-    """
-    ordered_bits = _ordered_bits(jax.lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.int32))
-    high = jnp.max(ordered_bits, axis=-1, keepdims=True)
-
-    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        # This is the mean of low and high, computed without their sum, which may not fit into 32 bits.
-        middle = (low & high) + ((low ^ high) >> 1)
-        weight_above = jnp.sum(jnp.where(ordered_bits > middle, weights, 0.0), axis=-1, keepdims=True)
-        return jnp.where(weight_above < enough_weight, low, middle), jnp.where(
-            weight_above < enough_weight, middle, high
-        )
-
-    low = jnp.full_like(high, jnp.iinfo(jnp.int32).min)
-    _, smallest = jax.lax.fori_loop(0, 32, halve, (low, high))
-    return jax.lax.bitcast_convert_type(_ordered_bits(smallest), jnp.float32)
-
-
-def _ordered_bits(bits: Int[Array, "*n"]) -> Int[Array, "*n"]:
-    """Flips the bits after the sign of negative numbers [...], so that integers have the order of the floats.
-
-    The function is its own inverse.
-    """
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
 def log_distribution(logits: Float[Array, "*n V"], sampling: Sampling) -> Float[Array, "*n V"]:

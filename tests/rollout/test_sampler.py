@@ -236,10 +236,11 @@ def test_top_p_counts_in_what_top_k_left():
     np.testing.assert_allclose(np.exp(both), [4 / 7, 3 / 7, 0, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("vocabulary", [7, 5_000])
+@pytest.mark.parametrize("vocabulary", [7, 5_000, 33_001])
 def test_top_k_and_top_p_keep_what_a_sort_keeps(vocabulary):
     random = np.random.default_rng(0)
     logits = random.normal(0, 3, (24, vocabulary)).astype(np.float32)
+    logits[7] = 0
     logits[8:16] = np.round(logits[8:16])  # ties, and zeros of both signs
     logits[16:, random.integers(0, vocabulary, vocabulary // 3)] = -np.inf
     order = np.argsort(-logits, axis=-1, kind="stable")
@@ -257,6 +258,12 @@ def test_top_k_and_top_p_keep_what_a_sort_keeps(vocabulary):
         )
         assert (kept[logits >= np.broadcast_to(least, logits.shape)]).all()
         assert not kept[logits < np.broadcast_to(most, logits.shape)].any()
+        alone = [np.isfinite(supported(logits[row : row + 1], Sampling(top_p=p)))[0] for row in (0, 7, 8, 23)]
+        np.testing.assert_array_equal(alone, kept[[0, 7, 8, 23]])
+    if vocabulary > 7:
+        both = np.isfinite(supported(logits, Sampling(top_k=20, top_p=0.5)))
+        top_k = np.where(logits >= ranked[:, 19, None], logits, -np.inf)
+        np.testing.assert_array_equal(both, np.isfinite(supported(top_k, Sampling(top_p=0.5))))
 
 
 def test_a_token_that_left_the_support_keeps_a_finite_log_probability():
