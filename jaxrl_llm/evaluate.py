@@ -16,7 +16,7 @@ from typing import Any
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.config.names import closest, offered, resolve, split_call
+from jaxrl_llm.config.names import closest, is_call, offered, resolve, split_call
 from jaxrl_llm.config.schema import Field, check_call, check_reach
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
@@ -300,7 +300,7 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
         raise UserError("--task is missing: name a task (arithmetic, countdown, digits_in_pictures) or a file of rows")
     if args.task:
         # A call such as "reasoning_gym.rows(task='gcd', size=50)" makes the rows itself.
-        args.source = f"{args.task}.held_out" if is_task(args.task) and "(" not in args.task else args.task
+        args.source = f"{args.task}.held_out" if is_task(args.task) and not is_call(args.task) else args.task
         check_task(args.task)
         if args.source == args.task and args.model and not args.function:
             raise UserError(
@@ -313,7 +313,7 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
 
 def check_task(task: str) -> None:
     """Raises: UserError, with a similar name, if --task is neither a file, nor a task, nor a module of the user."""
-    if not is_task(task) or "(" in task or f"{task}.held_out" in offered(SOURCES) or _is_module(task):
+    if not is_task(task) or is_call(task) or f"{task}.held_out" in offered(SOURCES) or _is_module(task):
         return
     judged_tasks = {name.removesuffix(".accuracy") for name in offered(REWARDS) if name.endswith(".accuracy")}
     known_tasks = [name for name in sorted(judged_tasks) if f"{name}.held_out" in offered(SOURCES)]
@@ -386,7 +386,7 @@ def run_defaults(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     problems, data = chosen_set(run, args.set), run.section(DataSettings, "data")
     if not problems and not (args.task and (args.function or is_task(args.task))):
         raise UserError("--task is missing, and the run has no section eval: name a task, or a file and --function")
-    own_task = args.task and is_task(args.task) and "(" not in args.task
+    own_task = args.task and is_task(args.task) and not is_call(args.task)
     if problems and not (problems.functions or own_task or args.function):
         raise UserError(
             "the run was evaluated on preference pairs only, so its config names no function that judges "

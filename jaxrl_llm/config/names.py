@@ -132,6 +132,11 @@ def _script_function(name: str) -> Any:
     return USER_FUNCTIONS.get(name) or in_main
 
 
+def is_call(text: str) -> bool:
+    """Returns whether a text is a call, such as "text.repetition(size=3)", and neither a name nor a path."""
+    return text.endswith(")")
+
+
 def split_call(text: str, field: str = "name") -> tuple[str, dict[str, Any]]:
     """Splits "text.repetition(size=3)" into the name and the keyword arguments, which are {} for a name alone.
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.names import is_call
 from jaxrl_llm.errors import MissingHere, UserError
 
 ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?(?:@([\w.-]+))?")  # owner/name:configuration@split
@@ -18,7 +19,7 @@ SAVED = ("dataset_info.json", "dataset_dict.json")  # each folder of `save_to_di
 
 def is_hub_source(source: str) -> bool:
     """Returns whether a source is a data set of the hub, such as openai/gsm8k:main@test, or a saved folder."""
-    if source.endswith(")"):  # a call of a function, whose text may be too long for a path
+    if is_call(source):  # its text may be too long for a path
         return False
     folder, _ = _split_source(source)
     if folder.exists():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import memory
-from jaxrl_llm.config.names import bind, resolve
+from jaxrl_llm.config.names import bind, is_call, resolve
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import formats, hub, image_columns, image_rows
 from jaxrl_llm.data.formats import Columns, Row
@@ -43,7 +43,7 @@ def check_source(field: str, source: str) -> None:
     if source.startswith(memory.PREFIX):
         memory.rows_of(source, field)
         return
-    if source.endswith(")"):
+    if is_call(source):
         check_call(source, SOURCES, field)
         return
     if source.endswith(".parquet"):
