@@ -10,15 +10,8 @@ from typing import Any
 
 from jaxrl_llm.config.schema import Positive
 from jaxrl_llm.tasks.first_texts import TEXT_COLUMN, append_text
-from jaxrl_llm.tasks.openenv_client import (
-    OpenEnvSession,
-    ServerError,
-    offered_tools,
-    read_observation,
-    refusal,
-    unwrap_result,
-)
-from jaxrl_llm.tasks.protocol import OwnError, Reply
+from jaxrl_llm.tasks.openenv_client import OpenEnvSession, offered_tools, read_observation, refusal, unwrap_result
+from jaxrl_llm.tasks.protocol import OwnError, Reply, ServerError
 from jaxrl_llm.tasks.tools import answer_calls
 
 CAPACITY_WAIT = 2.0  # seconds to wait for sessions that have ended, but which the server has not closed yet

@@ -10,19 +10,11 @@ from typing import Any
 
 import httpx
 
-from jaxrl_llm.errors import UserError, printable, summarize_error
-from jaxrl_llm.tasks.protocol import OwnError
+from jaxrl_llm.errors import UserError, summarize_error
+from jaxrl_llm.tasks.protocol import OwnError, ServerError
 
 __all__: tuple[str, ...] = ()  # a config may name no function of this file
 STEP = "step"  # tool of an environment with actions of its own; MCP tools may not have this name
-
-
-class ServerError(Exception):
-    """Failure of a server. `metric` is the name under which it is counted."""
-
-    def __init__(self, metric: str, reason: str):
-        super().__init__(printable(reason[:300]))
-        self.metric = metric
 
 
 class OpenEnvSession:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from jaxrl_llm.errors import printable
+
 __all__: tuple[str, ...] = ()  # a config may name no function of this file
 
 
@@ -29,6 +31,14 @@ class Reply:
 
 class OwnError(Exception):
     """Error that a tool raises if the policy's own program or call is wrong; episode/own_errors counts such errors."""
+
+
+class ServerError(Exception):
+    """Failure of a server that an environment uses. `metric` is the name under which it is counted."""
+
+    def __init__(self, metric: str, reason: str):
+        super().__init__(printable(reason[:300]))
+        self.metric = metric
 
 
 class Environment(Protocol):
