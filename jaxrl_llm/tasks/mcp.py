@@ -14,8 +14,7 @@ from typing import Any
 from jaxrl_llm.config.schema import Positive
 from jaxrl_llm.errors import UserError, summarize_error
 from jaxrl_llm.machine import extras
-from jaxrl_llm.tasks.openenv_client import ServerError
-from jaxrl_llm.tasks.protocol import OwnError, Reply
+from jaxrl_llm.tasks.protocol import OwnError, Reply, ServerError
 from jaxrl_llm.tasks.tools import answer_calls
 
 WRONG_CALLS = (-32601, -32602)  # codes of JSON-RPC for a tool that does not exist, and for wrong arguments
@@ -68,7 +67,11 @@ class Connection:
         self._server, self._timeout = server, timeout
         self._loop, self._client = asyncio.new_event_loop(), None
         Thread(target=self._loop.run_forever, name="MCP", daemon=True).start()
-        self.schemas = self._wait(self._list_tools())
+        try:
+            self.schemas = self._wait(self._list_tools())
+        except Exception:
+            self._loop.call_soon_threadsafe(self._loop.stop)  # which ends the thread
+            raise
 
     def call(self, tool: str, arguments: dict[str, Any]) -> str:
         """Returns the result of a tool as text. Raises: OwnError, for a call that the tool refuses; ServerError."""
@@ -114,19 +117,20 @@ class Connection:
                 raise ServerError("server_stalled", f"no answer in {self._timeout:g} seconds") from error
             if code != CLOSED:  # an answer, after which the connection works for the other episodes
                 raise ServerError("server_errors", summarize_error(error)) from error
-            # Another episode may have connected again already.
-            self._client = None if self._client is used else self._client
+            if self._client is used:  # otherwise another episode has connected again already
+                self._client = None
+                self._dropped.set()
             raise ServerError("server_closed", summarize_error(error)) from error
 
     async def _connected(self) -> Any:
         """Returns a client that is connected. Raises: ServerError."""
         if self._client is None:
-            self._client = self._loop.create_future()
-            self._task = self._loop.create_task(self._serve(self._client))
+            self._client, self._dropped = self._loop.create_future(), asyncio.Event()
+            self._task = self._loop.create_task(self._hold_open(self._client, self._dropped))
         return await asyncio.shield(self._client)
 
-    async def _serve(self, connected: asyncio.Future[Any]) -> None:
-        """Holds a client open while it is in use; the task that has opened a client must close it."""
+    async def _hold_open(self, connected: asyncio.Future[Any], dropped: asyncio.Event) -> None:
+        """Opens a client, and closes it when it is dropped, because the task that opened a client must close it."""
         from mcp import Client, StdioServerParameters
 
         server: Any = self._server
@@ -136,8 +140,7 @@ class Connection:
                 server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
             async with Client(server, read_timeout_seconds=self._timeout) as client:
                 connected.set_result(client)
-                while self._client is connected:
-                    await asyncio.sleep(1)
+                await dropped.wait()
         except BaseException as error:
             while isinstance(error, BaseExceptionGroup):  # the client's tasks fail as a group
                 error = error.exceptions[0]
