@@ -52,7 +52,6 @@ TURN, OBSERVATION = 8, 100  # tokens of an episode's turn, and of each of its tw
 class TwoObservations:
     """Environments that answer the first two turns of each episode with OBSERVATION tokens, and end the third."""
 
-    stops = ()
     turn_tokens = OBSERVATION
 
     def __init__(self) -> None:
@@ -62,7 +61,11 @@ class TwoObservations:
         """Returns False for all tokens, so that a round does not stop for the host to check them."""
         return np.zeros(vocabulary_size, bool)
 
-    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
+    def stops(self, episode: int) -> tuple[str, ...]:
+        """Returns no strings."""
+        return ()
+
+    def find_turn_ends(self, episodes: Sequence[int], turns: Sequence[list[int]]) -> list[int]:
         """Returns TURN for turns that have so many tokens, and 0 for shorter ones."""
         return [TURN * (len(turn) >= TURN) for turn in turns]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 
@@ -154,16 +154,11 @@ class EnvironmentPool:
 
     def start_batch(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
         """Returns new environments for a batch of rows. Raises: UserError, if an environment refuses its row."""
-        return EnvironmentBatch(self, self.start_episodes(rows, group_size), group_size)
+        return EnvironmentBatch.start(self.pools_of(rows), rows, group_size)
 
-    def start_episodes(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[Episode]:
-        """Returns `group_size` new episodes for each row. Raises: UserError, if an environment refuses its row."""
-        episodes = [Episode(self.make(), row) for row in rows for _ in range(group_size)]
-        # The threads reset them, because a reset may wait for a server.
-        for error in self.threads.map(lambda episode: episode.start(self.time_limit), episodes):
-            if error:
-                raise error
-        return episodes
+    def pools_of(self, rows: Sequence[dict[str, Any]]) -> list[EnvironmentPool]:
+        """Returns the pool of each row: this one."""
+        return [self] * len(rows)
 
     def encode_observation(
         self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]
@@ -177,7 +172,17 @@ class EnvironmentPool:
         # A tool may return JSON with half of a character, which no tokenizer accepts.
         return encoding.encode_text(encoding.UNPAIRED_SURROGATE.sub(REPLACEMENT, observation), self.tokenizer)
 
-    def shorten_results(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
+    def encode_reply(self, episode: Episode, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
+        """Returns the token ids of an observation, cut to the limit. None if nothing fits, which ends the episode."""
+        ids = self.encode_observation(observation, episode.row, turn)
+        if len(ids) <= self.observation_tokens:
+            return ids
+        episode.reached_limit = True
+        if isinstance(observation, str):
+            return ids[: self.observation_tokens]
+        return self._shorten_results(observation, episode.row, turn)
+
+    def _shorten_results(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
         """Returns the token ids of tool results cut to `observation_tokens`. None if even empty results do not fit.
 
         Only the results are cut. The chat template's text around them stays whole, so the next turn starts as usual.
@@ -210,9 +215,28 @@ class EnvironmentPool:
 class EnvironmentBatch:
     """The environments of a batch's episodes, as engines use them (`rollout.protocol.EpisodeEnvironments`)."""
 
-    def __init__(self, pool: EnvironmentPool, episodes: list[Episode], group_size: int):
-        self._pool, self._episodes, self._group_size = pool, episodes, group_size
-        self.turn_tokens, self.stops = pool.tokens, episodes[0].environment.stops
+    def __init__(self, pools: list[EnvironmentPool], episodes: list[Episode], group_size: int):
+        """pools: the pool of each episode, which has the limits of this episode."""
+        self._pools, self._episodes, self._group_size = pools, episodes, group_size
+        self.turn_tokens = np.array([pool.tokens for pool in pools])
+
+    @classmethod
+    def start(cls, pools: Sequence[EnvironmentPool], rows: Sequence[dict[str, Any]], group_size: int) -> Self:
+        """Starts `group_size` episodes for each row. pools: the pool of each row.
+
+        Raises: UserError, if an environment refuses its row.
+        """
+        pools = [pool for pool in pools for _ in range(group_size)]
+        rows = [row for row in rows for _ in range(group_size)]
+        episodes = [Episode(pool.make(), row) for pool, row in zip(pools, rows, strict=True)]
+        # The threads reset them, because a reset may wait for a server.
+        starts = [
+            pool.threads.submit(episode.start, pool.time_limit) for pool, episode in zip(pools, episodes, strict=True)
+        ]
+        for start in starts:
+            if error := start.result():
+                raise error
+        return cls(pools, episodes, group_size)
 
     @property
     def truncated(self) -> np.ndarray:
@@ -239,12 +263,16 @@ class EnvironmentBatch:
 
     def concatenate(self, later_batch: EnvironmentBatch) -> EnvironmentBatch:
         """Returns the environments of this batch followed by the environments of `later_batch`."""
-        return EnvironmentBatch(self._pool, self._episodes + later_batch._episodes, self._group_size)
+        pools, episodes = self._pools + later_batch._pools, self._episodes + later_batch._episodes
+        return EnvironmentBatch(pools, episodes, self._group_size)
 
     def take(self, groups: Sequence[int]) -> EnvironmentBatch | None:
         """Returns the environments of the groups with these indices, None if `groups` is empty."""
-        episodes = [self._episodes[i] for b in groups for i in range(b * self._group_size, (b + 1) * self._group_size)]
-        return EnvironmentBatch(self._pool, episodes, self._group_size) if episodes else None
+        numbers = [i for b in groups for i in range(b * self._group_size, (b + 1) * self._group_size)]
+        if not numbers:
+            return None
+        pools, episodes = [self._pools[i] for i in numbers], [self._episodes[i] for i in numbers]
+        return EnvironmentBatch(pools, episodes, self._group_size)
 
     def finish(self, has_ended: np.ndarray | None = None) -> None:
         """Adds the last metrics of episodes, for example a reward, and lets their environments free what they hold.
@@ -252,9 +280,13 @@ class EnvironmentBatch:
         has_ended: [B, G] True for the episodes to finish, None for all. An episode is finished once.
         """
         flags = np.ones(len(self._episodes), bool) if has_ended is None else has_ended.ravel()
-        pairs = zip(self._episodes, flags, strict=True)
-        due = [episode for episode, flag in pairs if flag and not episode.is_finished]
-        list(self._pool.threads.map(lambda episode: episode.finish(self._pool.time_limit), due))
+        jobs = [
+            pool.threads.submit(episode.finish, pool.time_limit)
+            for pool, episode, flag in zip(self._pools, self._episodes, flags, strict=True)
+            if flag and not episode.is_finished
+        ]
+        for job in jobs:
+            job.result()
 
     def replay(
         self,
@@ -269,10 +301,11 @@ class EnvironmentBatch:
         and has_ended: [B, G].
         """
         self.finish(has_ended)  # the earlier process has measured these episodes
-        pairs = zip(self._episodes, turns, strict=True)
-        jobs = [self._pool.threads.submit(self._replay, episode, answered) for episode, answered in pairs if answered]
-        for future in jobs:
-            future.result()
+        jobs = [
+            self._pools[i].threads.submit(self._replay, i, answered) for i, answered in enumerate(turns) if answered
+        ]
+        for job in jobs:
+            job.result()
         self.restore_measurements(metrics, truncated)
 
     def restore_measurements(self, metrics: Mapping[str, np.ndarray], truncated: np.ndarray) -> None:
@@ -293,7 +326,7 @@ class EnvironmentBatch:
             episode.length = int(np.flatnonzero(starts_here)[-1])
             episode.turn_rewards = {int(i): rewards_here[i] for i in np.flatnonzero(~np.isnan(rewards_here))}
 
-    def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
+    def _replay(self, episode: int, turns: list[list[int]]) -> None:
         if any(self._step(episode, turn).done for turn in turns):
             warnings.warn(
                 "an environment has ended an episode at a turn after which the episode continued before the run was "
@@ -303,38 +336,45 @@ class EnvironmentBatch:
 
     def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
         """Returns True for tokens [V] after which the text may end a turn. vocabulary_size: V of the model."""
-        tokenizer_mask = self._pool.possible_turn_ends
+        tokenizer_mask = np.logical_or.reduce([pool.possible_turn_ends for pool in set(self._pools)])
         return np.pad(tokenizer_mask, (0, max(vocabulary_size - len(tokenizer_mask), 0)))[:vocabulary_size]
 
-    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
+    def stops(self, episode: int) -> tuple[str, ...]:
+        """Returns the strings that end a turn of an episode."""
+        return self._episodes[episode].environment.stops
+
+    def find_turn_ends(self, episodes: Sequence[int], turns: Sequence[list[int]]) -> list[int]:
         """Returns, for each turn, the number of tokens at which its text ends the turn; 0 if it has no stop string."""
-        return [self._first_end(turn) if self._has_stop(self._text(turn)) else 0 for turn in turns]
+        return [self._find_turn_end(self.stops(i), turn) for i, turn in zip(episodes, turns, strict=True)]
 
-    def _has_stop(self, text: str) -> bool:
-        return any(stop in text for stop in self.stops)
+    def _find_turn_end(self, stops: tuple[str, ...], turn: list[int]) -> int:
+        def has_stop(tokens: list[int]) -> bool:
+            text = self._text(tokens)
+            return any(stop in text for stop in stops)
 
-    def _first_end(self, turn: list[int]) -> int:
-        return 1 + bisect_left(range(1, len(turn)), True, key=lambda n: self._has_stop(self._text(turn[:n])))
+        if not has_stop(turn):
+            return 0
+        return 1 + bisect_left(range(1, len(turn)), True, key=lambda n: has_stop(turn[:n]))
 
     def _text(self, turn: list[int]) -> str:
-        return self._pool.tokenizer.decode(turn, skip_special_tokens=True)
+        return self._pools[0].tokenizer.decode(turn, skip_special_tokens=True)  # all pools have one tokenizer
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
         """Starts a step of the environment. The future gives the observation's token ids, None if the episode ends."""
-        return self._pool.threads.submit(self._answer, self._episodes[episode], turn)
+        return self._pools[episode].threads.submit(self._answer, episode, turn)
 
-    def _answer(self, episode: Episode, turn: list[int]) -> list[int] | None:
-        start = time.perf_counter()
-        reply = self._step(episode, turn)
+    def _answer(self, number: int, turn: list[int]) -> list[int] | None:
+        start, pool, episode = time.perf_counter(), self._pools[number], self._episodes[number]
+        reply = self._step(number, turn)
         episode.end_turn(len(turn), reply)
         episode.add_metrics({"seconds": time.perf_counter() - start})
         if reply.done:
             return None
-        if episode.metric_sums["turns"] >= self._pool.max_turns:
+        if episode.metric_sums["turns"] >= pool.max_turns:
             episode.reached_limit = True
             return None
         try:
-            observation = self._encode_reply(episode, reply.observation, turn)
+            observation = pool.encode_reply(episode, reply.observation, turn)
             episode.length += len(observation or ())
             return observation
         except Exception as error:
@@ -344,19 +384,9 @@ class EnvironmentBatch:
             episode.reached_limit = True
             return None
 
-    def _encode_reply(self, episode: Episode, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
-        """Returns the token ids of an observation, cut to the limit. None if nothing fits, which ends the episode."""
-        ids = self._pool.encode_observation(observation, episode.row, turn)
-        if len(ids) <= self._pool.observation_tokens:
-            return ids
-        episode.reached_limit = True
-        if isinstance(observation, str):
-            return ids[: self._pool.observation_tokens]
-        return self._pool.shorten_results(observation, episode.row, turn)
-
-    def _step(self, episode: Episode, turn: list[int]) -> Reply:
+    def _step(self, number: int, turn: list[int]) -> Reply:
         """Returns the reply of an environment. An error or a time-out becomes a reply, and never ends the run."""
-        pool, text = self._pool, self._text(turn)
+        pool, episode, text = self._pools[number], self._episodes[number], self._text(turn)
         if pool.has_tools:
             text = pool.messages.read_turn(turn, formats.template_args(episode.row))
 
@@ -367,13 +397,13 @@ class EnvironmentBatch:
                 warn_of(error)
                 reason = summarize_error(error)
                 # An environment with tools answers by chat messages, and any other environment by text.
-                observation = (f"error: {reason}",) if self._pool.has_tools else FAILURE_OBSERVATION.format(reason)
+                observation = (f"error: {reason}",) if pool.has_tools else FAILURE_OBSERVATION.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})
 
         try:
             if episode.is_late:
                 raise TimeoutError
-            return self._pool.time_limit.call(step)
+            return pool.time_limit.call(step)
         except TimeoutError:
             # The environment may still run the step, so it must not get another one.
             episode.reached_limit = episode.is_late = True

@@ -92,10 +92,10 @@ class Episodes:
         places = np.arange(first_place, self.lengths[i])
         return self.sampled[i, first_place : self.lengths[i]] & (places >= self.earlier_lengths[i])
 
-    def turn_limits(self, turn_tokens: int) -> np.ndarray:
+    def turn_limits(self, turn_tokens: np.ndarray | int) -> np.ndarray:
         """Returns the length [N] at which the current turn ends; 0 for completions outside of a turn.
 
-        turn_tokens: most tokens of a turn.
+        turn_tokens: most tokens of a turn of each completion [N], or of all.
         """
         return np.where(self.states == IN_TURN, np.minimum(self.turn_start + turn_tokens, self.max_tokens), 0)
 
@@ -127,7 +127,8 @@ class Episodes:
         """
         turns = [self.tokens[i, self.turn_start[i] : self.lengths[i]].tolist() for i in numbers]
         limits = self.turn_limits(environments.turn_tokens)
-        for i, turn, turn_end in zip(numbers.tolist(), turns, environments.find_turn_ends(turns), strict=True):
+        turn_ends = environments.find_turn_ends(numbers.tolist(), turns)
+        for i, turn, turn_end in zip(numbers.tolist(), turns, turn_ends, strict=True):
             if turn_end:
                 # The turn ends before the last sampled token. The later tokens leave the episode.
                 self.drop_tokens(i, int(self.turn_start[i]) + turn_end)

@@ -23,8 +23,14 @@ if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait 
 class EpisodeEnvironments(Protocol):
     """The environments of a batch's episodes, for token ids. Episode b * G + g is completion g of prompt b."""
 
-    turn_tokens: int  # most tokens of a turn
-    stops: tuple[str, ...]  # strings that end a turn
+    @property
+    def turn_tokens(self) -> np.ndarray | int:
+        """Most tokens of a turn of each episode [B * G], or of all."""
+        ...
+
+    def stops(self, episode: int) -> tuple[str, ...]:
+        """Returns the strings that end a turn of an episode."""
+        ...
 
     def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
         """Returns True for tokens [V] after which the text may end a turn, so that an engine must check it.
@@ -33,8 +39,11 @@ class EpisodeEnvironments(Protocol):
         """
         ...
 
-    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
-        """Returns, for each turn, the number of tokens at which its text ends the turn; 0 if it has no stop string."""
+    def find_turn_ends(self, episodes: Sequence[int], turns: Sequence[list[int]]) -> list[int]:
+        """Returns, for each turn, the number of tokens at which its text ends the turn; 0 if it has no stop string.
+
+        episodes: numbers of the episodes to which the turns belong.
+        """
         ...
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:

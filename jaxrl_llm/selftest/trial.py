@@ -25,6 +25,7 @@ from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
+from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import to_batch
@@ -74,11 +75,9 @@ class SelfTestParts(Protocol):
 class Recorder(EnvironmentBatch):
     """The environments of a batch, which also record the token ids of all turns and observations."""
 
-    def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
-        super().__init__(pool, pool.start_episodes(rows, group_size), group_size)
-        self._exchanges: list[list[tuple[list[int], Future[list[int] | None]]]] = [
-            [] for _ in range(len(rows) * group_size)
-        ]
+    def __init__(self, pools: list[EnvironmentPool], episodes: list[Episode], group_size: int):
+        super().__init__(pools, episodes, group_size)
+        self._exchanges: list[list[tuple[list[int], Future[list[int] | None]]]] = [[] for _ in episodes]
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
         answer = super().answer(episode, turn)
@@ -111,7 +110,8 @@ class Trial:
         """Samples episodes of this process's prompts. Returns the rollouts, and the turns and observations of each."""
         key = keys.derived(self.parts.learning.seed, TRIAL_KEY)
         assert self.parts.environments
-        recorder = Recorder(self.parts.environments, self.prompts.rows, MAX_GROUP)
+        rows = self.prompts.rows
+        recorder = Recorder.start(self.parts.environments.pools_of(rows), rows, MAX_GROUP)
         rollouts = self.engine.sample(
             self.prompts, key, group_size=MAX_GROUP, sampling=self.parts.learning.sampling, environments=recorder
         )

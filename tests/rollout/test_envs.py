@@ -125,12 +125,12 @@ def test_whatever_a_step_does_no_run_ends_by_it(wrong, timeout, wording):
     batch = answers(WRONG[wrong], timeout=timeout)
     said = batch.answer(0, [40, 41]).result()
     assert batch.metrics()["errors"].tolist() == [[1.0]]
-    wording(batch._pool.tokenizer.decode(said))
+    wording(batch._pools[0].tokenizer.decode(said))
 
 
 def test_half_of_a_character_in_an_observation_ends_no_run():
     batch = answers(Reply("a \ud83d b"))
-    assert batch._pool.tokenizer.decode(batch.answer(0, [40]).result()) == "a \ufffd b"
+    assert batch._pools[0].tokenizer.decode(batch.answer(0, [40]).result()) == "a \ufffd b"
 
 
 def test_an_empty_observation_ends_no_episode():

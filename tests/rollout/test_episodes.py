@@ -149,7 +149,7 @@ def test_the_end_of_a_turn_is_found_at_the_first_token_that_completes_it():
     tokenizer = parts()[2]
     batch = EnvironmentPool(tokenizer, Echo, **LIMITS).start_batch([{}], 1)
     ids = tokenizer("12>34>", add_special_tokens=False)["input_ids"]
-    assert batch.find_turn_ends([ids, ids[:2], ids[:3]]) == [3, 0, 3]
+    assert batch.find_turn_ends([0, 0, 0], [ids, ids[:2], ids[:3]]) == [3, 0, 3]
 
 
 def config_with_turns(**changes: Any) -> Any:

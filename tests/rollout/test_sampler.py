@@ -382,7 +382,7 @@ def test_a_preempted_completion_goes_on_with_the_tokens_that_it_had(monkeypatch)
 class Tool:
     """Answers each turn with tokens that follow from it; a turn ends with token 5. The protocol of environments."""
 
-    turn_tokens, stops = 6, ("5",)
+    turn_tokens = 6
 
     def __init__(self, turns: int = 3):
         self.turns, self.counts, self.pool = turns, {}, ThreadPoolExecutor(4)
@@ -390,7 +390,7 @@ class Tool:
     def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
         return np.arange(vocabulary_size) == 5
 
-    def find_turn_ends(self, turns: list[list[int]]) -> list[int]:
+    def find_turn_ends(self, episodes: list[int], turns: list[list[int]]) -> list[int]:
         return [turn.index(5) + 1 if 5 in turn else 0 for turn in turns]
 
     def answer(self, episode: int, turn: list[int]) -> Any:

@@ -333,9 +333,12 @@ def test_tokens_and_ends_that_the_trainer_does_not_have_end_the_run(params, tmp_
 class Ends:
     """Turns end with token 9, and a turn ends the episode."""
 
-    turn_tokens, stops = 8, (".",)
+    turn_tokens = 8
 
-    def find_turn_ends(self, turns: list[list[int]]) -> list[int]:
+    def stops(self, episode: int) -> tuple[str, ...]:
+        return (".",)
+
+    def find_turn_ends(self, episodes: list[int], turns: list[list[int]]) -> list[int]:
         return [turn.index(9) + 1 if 9 in turn else 0 for turn in turns]
 
     def answer(self, episode: int, turn: list[int]) -> Future[None]:

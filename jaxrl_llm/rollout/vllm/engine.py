@@ -241,8 +241,8 @@ class VllmEngine:
         )
         versions = np.full(episodes.tokens.shape, self._weight_file.version, np.int32)
         body, prompt_of = self._sampling_params(sampling), cache(partial(server_prompt, prompts))
-        # The server ends a turn at these strings too, so that it does not sample more. It must decode text for that.
-        body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
+        # The server ends a turn at its stop strings too, so that it does not sample more. It must decode text for that.
+        body |= {"include_stop_str_in_output": True, "detokenize": True}
 
         def request_turn(number: int) -> Completion:
             """Requests the next turn of the episode with this number."""
@@ -252,7 +252,8 @@ class VllmEngine:
             # Each turn has another seed. The server restarts its random numbers from the seed in each request, so equal
             # seeds would sample all turns with the same random numbers.
             seed = int((int(seeds[number]) + length) % (2**31 - 1))
-            own_parameters = {"n": 1, "max_tokens": max_tokens, "seed": seed}
+            stop = list(environments.stops(number))
+            own_parameters = {"n": 1, "max_tokens": max_tokens, "seed": seed, "stop": stop}
             request = prompt_of(prompt).request(earlier_tokens) | {"sampling_params": body | own_parameters}
             return self._request_group(prompt, request, prompt_of(prompt).expanded + earlier_tokens)[0]
 

@@ -120,16 +120,18 @@ class CountedCalls:
 class Endings:
     """Environments that end each episode after one turn, because answers of tools are unknown."""
 
-    stops = ()
-
     def __init__(self, turn_tokens: int):
         self.turn_tokens = turn_tokens
+
+    def stops(self, episode: int) -> tuple[str, ...]:
+        """Returns no strings."""
+        return ()
 
     def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
         """Returns False for all tokens."""
         return np.zeros(vocabulary_size, bool)
 
-    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
+    def find_turn_ends(self, episodes: Sequence[int], turns: Sequence[list[int]]) -> list[int]:
         """Returns 0 for all turns, because a stop token or the limit ends them."""
         return [0] * len(turns)
 
