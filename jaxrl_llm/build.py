@@ -51,12 +51,12 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, WeightLease
-from jaxrl_llm.rollout.environments import EnvironmentPool, EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, cache_bytes, sequence_limit, sizes_of
+from jaxrl_llm.rollout.named_environments import Environments, open_environments
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource, open_agents
 from jaxrl_llm.rollout.weight_check import WeightCheck
@@ -86,7 +86,7 @@ class Parts:
     tokenizer: Any
     dataset: data.Dataset
     stop_ids: tuple[int, ...]
-    environments: EnvironmentPool | None  # None if every completion is one turn
+    environments: Environments | None  # None if every completion is one turn
     shape_cache: ShapeCache
     open_reward_fn: Callable[[], RewardFn]  # starts further reward processes for the self-test, which closes them
     recipe_summary: RecipeSummary
@@ -185,14 +185,15 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     fit.check_router(recipe, model.cfg)
     fit.check_vision(recipe, model.cfg)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), recipe.data.today)
-    settings = EpisodeSettings(env=recipe.env, turns=recipe.turns)
-    environments = open_environments(settings, tokenizer, work_directory.resources, recipe.data.chat_template_args)
+    environments = open_environments(
+        recipe.episodes, tokenizer, work_directory.resources, recipe.data.chat_template_args
+    )
     tools = environments.schemas if environments else []
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
     prepare_rows = environments.prepare_rows if environments else list
     dataset = data.load(recipe.data, tokenizer, tools, images, prepare_rows)
     sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images, prepare_rows=prepare_rows)
-    functions, episodes = recipe.reward.functions, recipe.env is not None
+    functions, episodes = recipe.reward.functions, bool(recipe.episodes.calls)
     if recipe.rl and recipe.rl.agents:
         fit.check_agents(recipe.rl, dataset)
         dataset = replace(dataset, width=recipe.data.max_prompt_tokens)  # because agents write longer prompts
@@ -556,7 +557,7 @@ def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSumma
         credit=recipe.credit,
         loss=recipe.loss,
         reward=recipe.reward,
-        env=recipe.env,
+        environments=recipe.episodes.calls,
         template_args=recipe.data.template_args(tools),
     )
 

@@ -31,10 +31,10 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.names import FAMILIES
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import scores
-from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.named_environments import EpisodeSettings, check_episodes, open_environments
 from jaxrl_llm.rollout.samples import CompletionTask, SamplingPlan
 from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox
@@ -331,15 +331,16 @@ def _is_module(name: str) -> bool:
 
 
 def episode_settings(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSettings:
-    """Returns the settings of episodes: the run's sections env and turns, overridden by the command line.
+    """Returns the settings of episodes: the run's sections, of which the command line overrides env and turns.
 
     Raises: UserError, if a setting does not exist or has a wrong value.
     """
     sections = {name: ((run and run.get(name)) or {}) | (getattr(args, name) or {}) for name in ("env", "turns")}
+    sections["environments"] = (not args.env and run and run.get("environments")) or {}
     values = {name: section for name, section in sections.items() if section}
     records.check_fields(records.table(EpisodeSettings, values), values, flatten(values))
     episodes = records.read(EpisodeSettings, values)
-    check_episodes(episodes.env, episodes.turns)
+    check_episodes(episodes)
     if episodes.env and owns_loop(episodes.env.function):
         raise UserError(
             f"config.env.name = {episodes.env.name!r}: jaxrl evaluate runs no agents: use the evaluation of a run "

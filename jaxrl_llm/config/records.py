@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -187,10 +188,11 @@ def check_fields(field_table: Table, values: Mapping[str, Any], flat: Mapping[st
         name = flat[f"{section}.name"]
         if problem := Field(str).problem(name):
             raise UserError(f"config.{section}.name {problem}")
-        arguments = {key: x for key, x in values[section].items() if key != "name"}
+        arguments = {key: x for key, x in _section_values(values, section).items() if key != "name"}
         check_arguments(section, name, resolve(name, place, f"config.{section}.name"), arguments)
     # Arguments of functions are checked above, and all other fields below.
-    argument_fields = [name for name in flat if name.split(".")[0] in field_table.call_places]
+    call_sections = tuple(f"{section}." for section in field_table.call_places)
+    argument_fields = [name for name in flat if f"{name}.".startswith(call_sections)]
     plain_fields = {name: value for name, value in flat.items() if name not in argument_fields}
     for name in plain_fields:
         if inner_fields := [field for field in field_table.fields if field.startswith(f"{name}.")]:
@@ -207,6 +209,11 @@ def check_fields(field_table: Table, values: Mapping[str, Any], flat: Mapping[st
             is_optional = section in field_table.optional_sections
             remove = f"; --config.{section}=none removes the section" if is_optional else ""
             raise UserError(f"config.{name} {problem}{remove}")
+
+
+def _section_values(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """Returns the values of a section, such as "environments.game.env"."""
+    return reduce(getitem, section.split("."), values)
 
 
 def names_that_may_change(field_table: Table, flat: Mapping[str, Any]) -> set[str]:

@@ -256,13 +256,14 @@ def _task(source: str) -> str:
 def unread_reward(settings: RunSettings) -> Iterator[Finding]:
     """Finds an environment whose own reward no reward function reads."""
     assert settings.rl  # RULES lists rl among the inputs of this rule
-    env, functions = settings.rl.env, [split_call(text)[0] for text in settings.rl.reward.functions]
-    if env and hasattr(env.function, "finish") and ENVIRONMENT_REWARD not in functions:
-        yield Finding(
-            "note",
-            f"reward.functions = {', '.join(functions)} lacks {ENVIRONMENT_REWARD}",
-            f"the run ignores rewards that env.name = {env.name!r} computes itself",
-        )
+    functions = [split_call(text)[0] for text in settings.rl.reward.functions]
+    for section, env in settings.rl.episodes.calls.items():
+        if hasattr(env.function, "finish") and ENVIRONMENT_REWARD not in functions:
+            yield Finding(
+                "note",
+                f"reward.functions = {', '.join(functions)} lacks {ENVIRONMENT_REWARD}",
+                f"the run ignores rewards that {section}.name = {env.name!r} computes itself",
+            )
 
 
 def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:

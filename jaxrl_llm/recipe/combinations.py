@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from jaxrl_llm import tasks
@@ -20,7 +21,7 @@ from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.recipe.missing import tried
 from jaxrl_llm.recipe.no_effect import check_no_effect
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
-from jaxrl_llm.rollout.environments import check_episodes
+from jaxrl_llm.rollout.named_environments import check_episodes
 
 
 def check_algorithm(recipe: Recipe, fields: Mapping[str, Any]) -> None:
@@ -121,12 +122,12 @@ def check_advantage(recipe: Recipe) -> None:
 def check_turn_rewards(recipe: Recipe) -> None:
     """Checks that the completions of the run have several turns, and that turns have rewards."""
     problem = f"config.advantage.name = {recipe.advantage.name!r} assigns credit by the turn, but"
-    if not recipe.env:
+    if not recipe.episodes.calls:
         raise UserError(
             f"{problem} without config.env a completion is one turn: add the section env, or choose another advantage"
         )
-    most = recipe.agents.calls if recipe.agents else recipe.turns and recipe.turns.most
-    if most == 1:
+    most_turns = {section.turns.most for section in recipe.episodes.sections().values()}
+    if (recipe.agents and recipe.agents.calls == 1) or most_turns == {1}:
         field = "env.calls" if recipe.agents else "turns.most"
         raise UserError(
             f"{problem} config.{field} = 1 allows a single turn: raise {field}, or choose another advantage"
@@ -388,14 +389,13 @@ def check_partial(recipe: Recipe) -> None:
 
 def check_turns(recipe: Recipe) -> None:
     """Checks that an environment has limits of its episodes, and that a turn and an observation fit into one."""
-    check_episodes(recipe.env, recipe.turns)
+    check_episodes(recipe.episodes)
     limit = recipe.rollout.max_completion_tokens
-    for field in ("tokens", "observation_tokens"):
-        tokens = recipe.turns[field] if recipe.turns else 0
-        if tokens > limit:
+    for (prefix, section), field in product(recipe.episodes.sections().items(), ("tokens", "observation_tokens")):
+        if (tokens := section.turns[field]) > limit:
             raise UserError(
-                f"config.turns.{field} = {tokens} must be at most rollout.max_completion_tokens = {limit}, the tokens "
-                "of a whole episode"
+                f"config.{prefix}turns.{field} = {tokens} must be at most rollout.max_completion_tokens = "
+                f"{limit}, the tokens of a whole episode"
             )
 
 

@@ -27,6 +27,7 @@ from jaxrl_llm.models import adapter_kinds
 from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewModelSettings
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.named_environments import EpisodeSettings, NamedEnvironmentSettings
 from jaxrl_llm.rollout.protocol import EngineChoice
 from jaxrl_llm.rollout.samples import SampledGroups, SamplingPlan
 from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSettings, RolloutSettings
@@ -118,6 +119,12 @@ class Settings:
     program: ClassVar[str]
     env: Call | None = field(default=None, init=False)
     turns: KeywordArguments | None = field(default=None, init=False)
+    environments: dict[str, NamedEnvironmentSettings] = field(default_factory=dict, init=False)
+
+    @property
+    def episodes(self) -> EpisodeSettings:
+        """The sections about episodes."""
+        return EpisodeSettings(env=self.env, turns=self.turns, environments=self.environments)
 
     @property
     def rl(self) -> Recipe | None:
@@ -280,6 +287,10 @@ class Recipe(Settings):
     reward_model: learner.RewardModelSettings | None = None
     env: Annotated[Call, tasks.ENVIRONMENTS] | None = None
     turns: Annotated[KeywordArguments, EnvironmentPool] | None = None
+    environments: dict[str, NamedEnvironmentSettings] = field(default_factory=dict)
+    """Several environments instead of env and turns, as dict(NAME=dict(env=..., turns=...)). The column `environment`
+    of a row names the one that answers it.
+    """
 
     program: ClassVar[str] = "train"
 
@@ -290,8 +301,8 @@ class Recipe(Settings):
 
     @property
     def observation_tokens(self) -> int:
-        """Token limit of one observation of the environment; 0 if the run has no environment."""
-        return self.turns["observation_tokens"] if self.turns else 0
+        """Largest token limit of one observation of an environment; 0 if the run has no environment."""
+        return max((section.turns["observation_tokens"] for section in self.episodes.sections().values()), default=0)
 
     @property
     def rl(self) -> Recipe | None:

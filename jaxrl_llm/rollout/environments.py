@@ -10,17 +10,13 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
-from jaxrl_llm import tasks
-from jaxrl_llm.config.records import Call, KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding, formats
 from jaxrl_llm.errors import UserError, describe, summarize_error
@@ -34,47 +30,6 @@ __all__: tuple[str, ...] = ()  # no class here is an environment that a config m
 REPLACEMENT = "\ufffd"  # decoded text of a token that holds only a part of a character
 FAILURE_OBSERVATION = "\n\n[The environment failed: {}]\n\n"
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeSettings:
-    """The sections `env` and `turns` of a config: environment and limits of episodes. A config has both or neither."""
-
-    env: Annotated[Call, tasks.ENVIRONMENTS] | None = None
-    turns: Annotated[KeywordArguments, EnvironmentPool] | None = None
-
-
-def check_episodes(environment: Call | None, turns: KeywordArguments | None) -> None:
-    """Raises: UserError, if one of the sections `env` and `turns` is missing. Agents need no `turns`."""
-    if environment and tasks.owns_loop(environment.function):
-        if turns:
-            raise UserError(
-                f"config.turns has no effect, because config.env.name = {environment.name!r} has limits of its own: "
-                "remove config.turns"
-            )
-        return
-    if environment and not turns:
-        raise UserError(
-            "config.turns is missing: config.env needs the limits of episodes; add config.turns as in "
-            "configs/search_grpo.py"
-        )
-    if turns and not environment:
-        raise UserError(
-            "config.turns has no effect without config.env, which names the environment: add config.env, or remove "
-            "config.turns"
-        )
-
-
-def open_environments(
-    episodes: EpisodeSettings, tokenizer: Any, exit_stack: ExitStack, template_args: Mapping[str, Any]
-) -> EnvironmentPool | None:
-    """Opens the environments of a run, which `exit_stack` closes. Returns None if the run has no environment.
-
-    template_args: arguments of the chat template, except for the tools. Raises: UserError.
-    """
-    if not (episodes.env and episodes.turns):
-        return None
-    return exit_stack.enter_context(closing(EnvironmentPool(tokenizer, episodes.env, template_args, **episodes.turns)))
 
 
 class EnvironmentPool:

@@ -15,8 +15,8 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.settings import EvalSet, metrics_of
 from jaxrl_llm.machine import distributed, keys, progress, sharding
 from jaxrl_llm.rollout.agents.pool import AgentPool
-from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
+from jaxrl_llm.rollout.named_environments import Environments
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import CompletionTask, SamplingPlan
 
@@ -85,7 +85,7 @@ def mean_score(graded: GradedCompletions) -> float:
 def open_tasks(
     eval_sets: Mapping[str, EvalSet],
     tokenizer: Any,
-    environments: EnvironmentPool | None,
+    environments: Environments | None,
     agents: AgentPool | None,
     timeout: float,
     exit_stack: ExitStack,

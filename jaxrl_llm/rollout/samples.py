@@ -17,9 +17,10 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, transfers
 from jaxrl_llm.rollout.agents.pool import AgentPool, OpenEngine
-from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
+from jaxrl_llm.rollout.environments import EnvironmentBatch
 from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups, StreamEngine
+from jaxrl_llm.rollout.named_environments import Environments, NamedEnvironments
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
 from jaxrl_llm.tasks.agents import AgentSettings
@@ -39,6 +40,7 @@ class Samples:
     wait_for_grades: Callable[[], GradedCompletions]  # waits for the reward functions; devices can score meanwhile
     greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1; None if no estimator needs them
     masks_truncated: bool = False  # whether truncated completions are left out of training
+    has_named_environments: bool = False  # whether the rows of the prompts name their environments
     metrics: dict[str, Any] = field(default_factory=dict)  # metrics of sampling
     position: dict[str, Any] = field(default_factory=dict)  # position in the data after these prompts
     in_flight: InFlightGroups | None = None  # groups that the next call continues, None without partial rollouts
@@ -118,7 +120,7 @@ class CompletionTask:
 
     tokenizer: Any
     score: RewardFn
-    environments: EnvironmentPool | None = None  # None if no environment answers turns
+    environments: Environments | None = None  # None if no environment answers turns
     agents: AgentPool | None = None  # None if no agents call the policy
     keeps_turns: bool = False  # whether rollouts have the numbers and the rewards of turns
 
@@ -369,8 +371,13 @@ class SampleSource:
         return self._start_grading(prompts, rollouts)
 
     def _start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        wait_for_grades = self.task.start_grading(prompts, rollouts)
-        return Samples(prompts, rollouts, wait_for_grades, masks_truncated=self.sampling_plan.masks_truncated)
+        return Samples(
+            prompts,
+            rollouts,
+            self.task.start_grading(prompts, rollouts),
+            masks_truncated=self.sampling_plan.masks_truncated,
+            has_named_environments=isinstance(self.task.environments, NamedEnvironments),
+        )
 
 
 def partial_metrics(ages: np.ndarray, has_begun: np.ndarray, first: FirstCompleteGroups) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def reward_sees(trial: Trial) -> CheckReport:
         cause, fix = "the self-test called the function", "make the function judge any text, also an empty one"
         return CheckReport("an error", (alarm("S5", "reward_fails", str(error), cause, fix),))
     if np.isnan(rewards).all():
-        if (env := trial.parts.recipe_summary.env) and owns_loop(env.function):
+        if any(owns_loop(environment.function) for environment in trial.parts.recipe_summary.environments.values()):
             return skipped("the agents of the run reward their episodes, and no other function judges texts")
         evidence = f"no reward function returned a number for any of {rewards.size} completions"
         cause = f"{', '.join(map(str, reward.functions))}: a judge does not answer, or the rows lack a column"
@@ -296,7 +296,7 @@ def _total_rewards(trial: Trial, rows: list[dict[str, Any]], texts: list[list[st
     ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
     columns = {}
     # With an environment, functions get the columns of an episode of one turn, whose measurements are all 0.
-    if trial.parts.recipe_summary.env:
+    if trial.parts.recipe_summary.environments:
         columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
         columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
         columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]
@@ -417,9 +417,11 @@ def _count_observations(
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Returns the finding of the rule `tool_down` if a tool fails in all calls of these episodes, else None."""
     means = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
-    finding, environment = tool_down(History([{"step": 1} | means])), trial.parts.recipe_summary.env
-    if finding and environment and "url" in environment.arguments:
-        finding = replace(finding, cause=f"{finding.cause} (config.env.url = {environment.arguments['url']!r})")
+    finding, environments = tool_down(History([{"step": 1} | means])), trial.parts.recipe_summary.environments
+    for section, environment in environments.items():
+        if finding and "url" in environment.arguments:
+            url = environment.arguments["url"]
+            finding = replace(finding, cause=f"{finding.cause} (config.{section}.url = {url!r})")
     return finding and replace(finding, id=tool_down.__name__)
 
 

@@ -27,6 +27,7 @@ from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.named_environments import Environments
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import to_batch
 from jaxrl_llm.rollout.settings import RewardSettings
@@ -50,7 +51,7 @@ class RecipeSummary(NamedTuple):
     credit: Credit
     loss: Call
     reward: RewardSettings
-    env: Call | None  # None if every completion is one turn
+    environments: dict[str, Call]  # {section: environment}; {} if every completion is one turn
     template_args: dict[str, Any]  # arguments of the chat template
 
 
@@ -64,7 +65,7 @@ class SelfTestParts(Protocol):
     tokenizer: Any
     dataset: data.Dataset
     stop_ids: tuple[int, ...]
-    environments: EnvironmentPool | None  # None if every completion is one turn
+    environments: Environments | None  # None if every completion is one turn
     shape_cache: ShapeCache
     # Starts reward processes, which the caller closes. The self-test needs its own, because an error in a reward
     # function makes them unusable.

@@ -17,7 +17,7 @@ from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.rollout.agents.pool import AgentPool
-from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.named_environments import Environments
 from jaxrl_llm.session import model_card
 from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.structs import ImageLimits, PyTree
@@ -31,7 +31,7 @@ class Inputs:
     tokenizer: Any
     dataset: Dataset
     held_out: dict[str, Dataset]  # evaluation sets by config section
-    environments: EnvironmentPool | None  # None if no environment answers turns
+    environments: Environments | None  # None if no environment answers turns
     agents: AgentPool | None  # None if no agents call the policy
     tools: list[dict[str, Any]]  # schemas of the tools that the chat template describes
     stop_ids: tuple[int, ...]  # token ids that end a completion

@@ -17,6 +17,7 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Array, Rollouts
+from jaxrl_llm.tasks.protocol import COLUMN
 
 T = TypeVar("T")
 LOG_CHANNEL = "log"  # channel of exchanges between processes in the thread of the log
@@ -84,6 +85,7 @@ class Record:
                 rollout_metrics(self.samples.rollouts, self.step)
                 | text_metrics(self.samples)
                 | source_metrics(self.samples)
+                | environment_metrics(self.samples)
             )
             measured = gather_by_name(self.samples.wait_for_grades().metrics)
             record |= {name: sum(values) / len(values) for name, values in measured.items()}
@@ -186,16 +188,45 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, Any]:
     """Returns the means of the environments' metrics over the episodes of all processes; {} without environments."""
     if not distributed.exchange(rollouts.episodes != {}, LOG_CHANNEL)[0]:
         return {}
-    # A metric is NaN where an agent has not measured it.
-    sums = {name: [float(np.nansum(x)), int(np.sum(~np.isnan(x)))] for name, x in rollouts.episodes.items()}
-    policy_tokens, all_tokens = rollouts.loss_mask.sum(), rollouts.completion_mask.sum()
-    sums |= {"policy_tokens": [float(policy_tokens), rollouts.truncated.size]}
-    sums |= {"environment_tokens": [float(all_tokens - policy_tokens), rollouts.truncated.size]}
-    pairs_of = gather_by_name(sums)
-    totals = {name: np.sum(pairs, axis=0) for name, pairs in pairs_of.items()}
-    record = {f"episode/{name}": float(total / size) for name, (total, size) in totals.items() if size}
+    record = _episode_means(_episode_sums(rollouts))
     seconds = record.pop("episode/seconds", 0.0)
     return record | {"time/environment": seconds}
+
+
+def environment_metrics(samples: Samples) -> dict[str, Any]:
+    """Returns episode/NAME/..., the same means over the episodes of each named environment; {} without named ones."""
+    if not samples.has_named_environments:
+        return {}
+    names = np.array([row[COLUMN] for row in samples.prompts.rows])
+    sums = {
+        f"{name}/{metric}": pair
+        for name in np.unique(names).tolist()
+        for metric, pair in _episode_sums(samples.rollouts, names == name).items()
+        if metric != "seconds"  # time/environment has the seconds of all environments
+    }
+    return _episode_means(sums)
+
+
+def _episode_sums(rollouts: Rollouts, groups: np.ndarray | None = None) -> dict[str, tuple[float, int]]:
+    """Returns the sum of each metric over episodes, and the number of episodes that have the metric.
+
+    groups [B]: True for the groups whose episodes count, None for all of them.
+    """
+    chosen = np.ones(len(rollouts.truncated), bool) if groups is None else groups
+    policy_tokens = rollouts.loss_mask[chosen].sum(axis=-1)
+    tokens = {
+        "policy_tokens": policy_tokens,
+        "environment_tokens": rollouts.completion_mask[chosen].sum(axis=-1) - policy_tokens,
+    }
+    measured = {name: values[chosen] for name, values in rollouts.episodes.items()} | tokens
+    # A metric is NaN where an agent has not measured it.
+    return {name: (float(np.nansum(x)), int(np.sum(~np.isnan(x)))) for name, x in measured.items()}
+
+
+def _episode_means(sums: dict[str, tuple[float, int]]) -> dict[str, float]:
+    """Returns the means over the episodes of all processes. sums: those of this process."""
+    totals = {name: np.sum(pairs, axis=0) for name, pairs in gather_by_name(sums).items()}
+    return {f"episode/{name}": float(total / size) for name, (total, size) in totals.items() if size}
 
 
 def source_metrics(samples: Samples) -> dict[str, Any]:

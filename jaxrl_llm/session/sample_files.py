@@ -20,8 +20,8 @@ import numpy as np
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import bucket, disk, distributed
-from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
+from jaxrl_llm.rollout.named_environments import Environments
 from jaxrl_llm.rollout.samples import CompletionTask, Samples
 from jaxrl_llm.session.record import LOG_CHANNEL
 from jaxrl_llm.structs import Rewards, Rollouts, Tree
@@ -36,7 +36,7 @@ class SampledTask(NamedTuple):
 
     dataset: data.Dataset
     tokenizer: Any
-    environments: EnvironmentPool | None = None  # None if a completion is a single turn
+    environments: Environments | None = None  # None if a completion is a single turn
     masks_truncated: bool = False  # argument of `Samples`
 
 

@@ -12,6 +12,7 @@ __all__: tuple[str, ...] = ()  # a config may name no function of this file
 
 # Advantages square rewards in float32, whose largest number is 3e38. Larger rewards would overflow it.
 MAX_REWARD = 1e15
+COLUMN = "environment"  # column of a row that names one of several environments
 FINAL_SCORE = "final_score"  # metric of an episode: its last `Reply.score`
 
 

@@ -16,11 +16,10 @@ from jaxrl_llm.config.names import Kind, resolve
 from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.tasks import HERE, PREFILL
 from jaxrl_llm.tasks.first_texts import TEXT_COLUMN, append_text, prompt_without_text
-from jaxrl_llm.tasks.protocol import Reply
+from jaxrl_llm.tasks.protocol import COLUMN, Reply
 from jaxrl_llm.tasks.tools import answer_calls, schemas_of
 
 FACTORIES = Kind(HERE, lambda kind: False)  # this package has no class of TRL's form
-COLUMN = "environment"  # column that chooses one of several environments
 # Objects that no episode uses. TRL makes an object once and resets it often, because it may hold a connection.
 _idle: dict[Callable[[], Any], list[Any]] = defaultdict(list)
 

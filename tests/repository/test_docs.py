@@ -98,7 +98,7 @@ def test_the_configs_of_the_page_on_environments_are_complete(tmp_path, monkeypa
     text = (ROOT / "docs" / "environments.md").read_text()
     files = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", text, re.DOTALL))
     snippets = re.findall(r"```python\n# in get_config of my_config\.py.*?\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     monkeypatch.syspath_prepend(tmp_path)
     for name, source in files.items():
         (tmp_path / name).write_text(source)
@@ -107,7 +107,8 @@ def test_the_configs_of_the_page_on_environments_are_complete(tmp_path, monkeypa
         (tmp_path / "my_config.py").write_text(config)
         with missing.collected() as lines:  # such as the model of a hub
             recipe = recipes.read(load(tmp_path / "my_config.py").lock())
-        assert recipe.turns and recipe.turns.most == 4
+        sections = recipe.episodes.sections()
+        assert [settings.turns.most for settings in sections.values()] == ([4, 6] if len(sections) > 1 else [4])
         assert all("websockets" in line for line in lines), lines
 
 

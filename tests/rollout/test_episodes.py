@@ -239,8 +239,9 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
         zeros = np.zeros_like(rollouts.episodes["turns"])
         dead = {"errors": zeros + 2, "turns": zeros + 3, "searches": zeros + 2}
         facts = trial.parts.recipe_summary
-        with_url = replace(facts.env, arguments=facts.env.arguments | {"url": "http://127.0.0.1:9"})
-        trial.parts = replace(trial.parts, recipe_summary=facts._replace(env=with_url))
+        (environment,) = facts.environments.values()
+        with_url = {"env": replace(environment, arguments=environment.arguments | {"url": "http://127.0.0.1:9"})}
+        trial.parts = replace(trial.parts, recipe_summary=facts._replace(environments=with_url))
         for changes, heard, found in [
             ({"loss_mask": rollouts.loss_mask | one}, dialogs, "environment_trained"),
             ({"loss_mask": rollouts.loss_mask | said}, dialogs, "environment_trained"),

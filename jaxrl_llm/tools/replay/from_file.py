@@ -22,7 +22,8 @@ from jaxrl_llm.tools.report.runs import tuples
 
 # Fields of a config that decide about samples alone, and may name files and functions that this machine lacks.
 SAMPLING = {"reward.functions": ("arithmetic.accuracy",), "reward.weights": (1.0,), "data.source": "arithmetic.train"}
-SAMPLING |= {"data.convert": "", "data.mixture": ConfigDict()} | dict.fromkeys(("env", "turns", "eval"))
+SAMPLING |= {"data.convert": "", "data.mixture": ConfigDict(), "environments": ConfigDict()}
+SAMPLING |= dict.fromkeys(("env", "turns", "eval"))
 # Fields of `Batch` that are fields of a record, and those that are entries of its `columns`.
 IN_RECORD = ("prompts", "prompt_mask", "completions", "completion_mask", "loss_mask", "advantages")
 IN_COLUMNS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
