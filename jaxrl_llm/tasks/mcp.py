@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 from collections import Counter
@@ -115,6 +116,8 @@ class Connection:
                 raise OwnError(summarize_error(error)) from error
             if code in STALLED or isinstance(error, TimeoutError):
                 raise ServerError("server_stalled", f"no answer in {self._timeout:g} seconds") from error
+            if isinstance(error, ValueError):  # the result has not the form of MCP, but the connection works
+                raise ServerError("server_nonsense", summarize_error(error)) from error
             if code != CLOSED:  # an answer, after which the connection works for the other episodes
                 raise ServerError("server_errors", summarize_error(error)) from error
             if self._client is used:  # otherwise another episode has connected again already
@@ -149,10 +152,18 @@ class Connection:
                 connected.set_exception(ServerError("server_unreachable", summarize_error(error)))
 
 
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Removes the traceback from a log record of the client, and keeps the record."""
+    record.exc_info = record.exc_text = None
+    return True
+
+
 @cache
 def _connection(server: str, timeout: float) -> Connection:
     """Returns the connection of this process to a server. Raises: UserError, if it offers no tools."""
     extras.require("mcp", "mcp", "config.env.name = 'mcp.MCPTools'")
+    # The client logs each line of the server that is no JSON. The call that it should answer counts as stalled.
+    logging.getLogger("mcp.client.stdio").addFilter(_without_traceback)
     field = f"config.env.server = {server!r}"
     try:
         connection = Connection(server, timeout)

@@ -64,6 +64,23 @@ def test_a_server_that_stalls_or_ends_costs_a_call_and_not_the_next_one():
     assert counted(tools, "add", a=2, b=1) == ("3", {})
 
 
+@pytest.mark.parametrize(
+    ("tool", "failure"),
+    [
+        ("an unknown part", "server_nonsense"),
+        ("a number as parts", "server_nonsense"),
+        ("no JSON", "server_stalled"),
+        ("a list", "server_stalled"),
+        ("half a character", "server_stalled"),
+        ("a part of an answer", "server_closed"),
+    ],
+)
+def test_an_answer_of_another_form_costs_a_call_and_not_the_next_one(tool, failure):
+    tools = MCPTools(server=f"{sys.executable} {SERVER.with_name('raw_mcp_server.py')}", timeout=1.0)
+    assert counted(tools, tool)[1] == {"errors": 1.0, failure: 1.0}
+    assert counted(tools, "a picture") == ("[image]", {})
+
+
 def test_a_server_at_an_address_is_called_and_may_be_restarted():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -138,11 +138,22 @@ def error(code: str) -> str:
     return json.dumps({"type": "error", "data": {"code": code, "message": "no"}})
 
 
+def end_after(peer: Any, sent: bytes) -> None:
+    """Sends the beginning of a message, and closes the connection."""
+    peer.socket.sendall(sent)
+    peer.socket.shutdown(socket.SHUT_RDWR)
+
+
 FAILURES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "dies": ("server_closed", lambda peer: peer.socket.shutdown(socket.SHUT_RDWR)),
     "stalls": ("server_stalled", lambda peer: None),
     "no JSON": ("server_nonsense", lambda peer: peer.send("<html>")),
     "a list": ("server_nonsense", lambda peer: peer.send("[1]")),
+    "deeper than Python reads": ("server_nonsense", lambda peer: peer.send("[" * 10**6)),
+    "bytes": ("server_nonsense", lambda peer: peer.send(b"\x00\xff")),
+    "more than fits": ("server_closed", lambda peer: peer.send("x" * (2**24 + 1))),
+    "ends in a message": ("server_closed", lambda peer: end_after(peer, b"\x81\x64{")),
+    "no UTF-8": ("server_closed", lambda peer: peer.socket.sendall(b"\x81\x02\xff\xfe")),
     "no observation": ("server_nonsense", lambda peer: peer.send('{"type": "observation", "data": {}}')),
     "a text as reward": ("server_nonsense", lambda peer: peer.send(answer(reward="much"))),
     "no number as reward": ("server_nonsense", lambda peer: peer.send(answer(reward=float("nan")))),
@@ -180,6 +191,16 @@ def test_a_server_that_fails_costs_its_episode_under_a_name_of_its_own(failure, 
     metrics = first_metrics(batch, 0)
     assert metrics[metric] == 1.0 and metrics["unscored"] == 1.0 and metrics["errors"] >= 1
     assert environment.reward([""], [metrics]) == [None]
+
+
+def test_half_a_character_of_a_server_becomes_a_replacement():
+    said = {"result": "漢 \ud800"}
+    with stand_in(lambda peer: peer.send(answer(said)), lambda peer: peer.send(answer(said))) as url:
+        made = pool(url)
+        rows = made.prepare_rows([chat()])
+        batch = made.start_batch(rows, 1)
+        assert results(played(made, batch, 0, call("add"))[0]) == ["漢 \ufffd"]
+        assert "漢" in made.tokenizer.decode(made.encode_observation(rows[0]["environment_text"], rows[0], ()))
 
 
 def test_a_server_that_is_full_is_asked_again_for_a_moment():
