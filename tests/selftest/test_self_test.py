@@ -325,7 +325,7 @@ def test_functions_that_ask_for_what_an_episode_measured_get_it(trial):
     """As in a run: environment.reward, and one that names a metric which this episode does not have."""
     names = ("environment.reward", "test_self_test.counted")
     judge = partial(RewardFn, names, (1.0, 1.0), 0, field="")
-    summary = trial.parts.recipe_summary._replace(env=object())
+    summary = trial.parts.recipe_summary._replace(environments={"env": object()})
     trial.parts = replace(trial.parts, open_reward_fn=judge, recipe_summary=summary)
     assert findings(self_test.reward_sees(trial)) == ["reward_blind"]  # both are 0 of every text
 
