@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     Array: TypeAlias = jax.Array
 else:
     Array = jax.Array | np.ndarray  # functions also take NumPy arrays; type checkers see jax.Array, for its operators
-AnyArray: TypeAlias = Any  # in records: jax.Array on the device, np.ndarray on the host, or None
+AnyArray: TypeAlias = Any  # a field of a record: jax.Array on the device, np.ndarray on the host, or None
 PyTree: TypeAlias = Any
-# P and N that hold many of the prompts of a data set, the largest first. N is 0 without images.
+# Pairs (tokens of a prompt P, patches of a prompt N), the largest first. Many prompts of a data set fit into one of
+# these sizes, and are padded to it instead of to the largest prompt. N is 0 without images.
 SmallerSizes: TypeAlias = tuple[tuple[int, int], ...]
 Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no static types
 
@@ -34,21 +35,21 @@ Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no stat
 class Images:
     """The images of a batch's prompts, cut into patches: small squares of pixels, the input of the vision tower.
 
-    B: prompts; N: patches of a prompt; F: numbers of a patch; M: image tokens of a prompt. Patches whose numbers become
-    one token stand together. A prompt without images has padding only.
+    B: prompts; N: patches of a prompt; F: numbers of a patch; M: image tokens of a prompt. Patches that the vision
+    tower merges into one token are neighbors. A prompt without images has padding only.
     """
 
     patches: AnyArray  # [B, N, F] uint8, F = 3 * patch * patch, the channel first
     places: AnyArray  # [B, N, 2] int32, row and column of each patch in its image
-    segments: AnyArray  # [B, N] int32, number of the image in the prompt, from 1; 0: padding
+    segments: AnyArray  # [B, N] int32, number of the image to which a patch belongs, from 1; 0: padding
     columns: AnyArray  # [B, M] int32, index in the prompt of each image token; P, the prompt's length, for padding
     positions: AnyArray  # [B, 3, P] int32, rotary position of each prompt token: time, row, column
     end: AnyArray  # [B] int32, rotary position of the first completion token
 
     @property
     def sizes(self) -> ImageSizes:
-        count, numbers = self.patches.shape[-2:]
-        return ImageSizes(count, numbers, self.columns.shape[-1])
+        patch_count, numbers_per_patch = self.patches.shape[-2:]
+        return ImageSizes(patch_count, numbers_per_patch, self.columns.shape[-1])
 
     @classmethod
     def padding(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
@@ -110,33 +111,34 @@ class Prompt(NamedTuple):
         """
         # A batch without patches has no images, and is computed as text.
         images = self.images if patches else None
-        first = self.tokens.shape[-1] - width  # index of the first token that is kept
+        first_kept_token = self.tokens.shape[-1] - width
         if images is not None:
             tokens = images.sizes.tokens * patches // images.sizes.patches
             images = Images(
                 patches=images.patches[:, :patches],
                 places=images.places[:, :patches],
                 segments=images.segments[:, :patches],
-                columns=images.columns[:, :tokens] - first,
-                positions=images.positions[..., first:],
+                columns=images.columns[:, :tokens] - first_kept_token,
+                positions=images.positions[..., first_kept_token:],
                 end=images.end,
             )
-        return Prompt(self.tokens[:, first:], self.mask[:, first:], images)
+        return Prompt(self.tokens[:, first_kept_token:], self.mask[:, first_kept_token:], images)
 
     def count_sizes(self, smaller: SmallerSizes) -> Array:
         """Returns, for each prompt [B] with padding on the left, how many of the smaller sizes hold it.
 
         smaller: pairs of the most tokens and the most patches of a prompt.
         """
-        length, patches = self.tokens.shape[1] - self.mask.argmax(axis=1), 0
+        # The tokens of a prompt begin at the first True of its mask, because the padding is on the left.
+        length, patches = self.tokens.shape[1] - self.mask.argmax(axis=1), 0  # length: [B]
         if self.images is not None:
             is_patch = self.images.segments > 0
             # The number of the last patch of a prompt is also the number of its patches, because padding follows them.
             patches = (is_patch * np.arange(1, is_patch.shape[1] + 1)[None]).max(axis=1)
-        count = 0 * length
+        size_count = 0 * length
         for max_tokens, max_patches in smaller:
-            count += (length <= max_tokens) & (patches <= max_patches)
-        return count
+            size_count += (length <= max_tokens) & (patches <= max_patches)
+        return size_count
 
 
 @dataclass(frozen=True)
@@ -201,10 +203,10 @@ Collate: TypeAlias = Callable[[Any], Prompts]  # indices of rows in the data set
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tree:
-    """How the tokens of a completion follow each other if they are a tree: several branches share their beginnings.
+    """Structure of completions whose tokens form a tree, because several branches share their beginnings.
 
-    A completion lists the nodes of its tree depth first, each token once. A token sees the prompt and the tokens on the
-    path to it. Its position is the number of prompt tokens plus its depth.
+    The calls of an agent make such completions. A completion lists the nodes of its tree depth first, each token
+    once. A token sees the prompt and the tokens on the path to it. Its position is the number of prompt tokens plus its depth.
     """
 
     previous: AnyArray  # [B, G, C] int32, index in its completion of the token before each token; -1: the prompt's end
@@ -232,7 +234,7 @@ class Rollouts:
     versions: AnyArray  # [B, G, C] int32, step after which the sampling weights were pushed
     episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} that the environment measured
     tree: Tree | None = None  # None if each token of a completion follows the token before it
-    # The turns, for an estimator that assigns credit by the turn; None for any other estimator.
+    # An advantage estimator that assigns credit by the turn needs these two arrays; they are None for any other one.
     turn_numbers: AnyArray = None  # [B, G, C] int32, number of the turn of each sampled token, from 0; -1 elsewhere
     turn_rewards: AnyArray = None  # [B, G, C] float32, reward of a turn on its last token, NaN elsewhere
 
@@ -257,8 +259,8 @@ class Rewards:
     channels: dict[str, AnyArray]  # {function: [B, G]}, its rewards; NaN where the function gave no verdict
     greedy: AnyArray = None  # [B, 1], total of each prompt's greedy completion, if the advantage estimator needs it
     greedy_lengths: AnyArray = None  # [B, 1], tokens of each prompt's greedy completion
-    turn_numbers: AnyArray = None  # [B, G, C], of `Rollouts`
-    turn_rewards: AnyArray = None  # [B, G, C], of `Rollouts`, before the weight of the reward function
+    turn_numbers: AnyArray = None  # [B, G, C], as in `Rollouts`
+    turn_rewards: AnyArray = None  # [B, G, C], as in `Rollouts`, before the weight of the reward function
 
 
 @jax.tree_util.register_dataclass
@@ -283,9 +285,11 @@ class Batch:
     old_logprobs: AnyArray = None  # [B, G, C], by the policy before the first update; None = by the current policy
     ref_logprobs: AnyArray = None  # [B, G, C], by the reference model (the KL anchor)
     columns: dict[str, AnyArray] = field(default_factory=dict)  # {name: [B, G, C]}, further scores that the loss needs
-    packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None if each completion is a row
+    # Places of completion tokens in packed rows, [B, E, N, T] int32 (`packing.pack`); None if a completion is a row.
+    packed_index: AnyArray = None
     images: Images | None = None  # None if the model reads texts only
-    smaller: SmallerSizes = field(default=(), metadata=dict(static=True))  # smaller sizes that hold many prompts
+    # Smaller sizes of prompts to which many prompts may be cut. They are static, because programs depend on them.
+    smaller: SmallerSizes = field(default=(), metadata=dict(static=True))
     tree: Tree | None = None  # None if each token of a completion follows the token before it
 
     @property
@@ -319,7 +323,7 @@ class Sizes:
     epochs: int = 1  # passes over a rollout
     critic_steps: int = 0  # first steps, in which only the critic learns
     critic: bool = False  # True if the run has a critic
-    samples: int = 1  # completions at most that a step samples for each prompt
+    samples: int = 1  # most completions that a step samples for each prompt
     trees: bool = False  # True if completions are trees
 
     @property

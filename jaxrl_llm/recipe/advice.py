@@ -25,16 +25,16 @@ from jaxrl_llm.structs import Sizes
 # Full fine-tuning of Qwen3-0.6B (width 1024) was stable at rate 1e-6 and ruined the model at 5e-5. The embedded model
 # (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
 # to 1 / width, as Adam's rate for a matrix should be (arXiv 2203.03466).
-RATE, WIDTH = 5e-5, 1024  # learning rate that ruined a model, and the width of this model
+RUINOUS_RATE, RUINED_WIDTH = 5e-5, 1024  # learning rate that ruined a model, and the width of this model
 # Factor of the bound for adapters, because the embedded model is stable at 4e-3 and ruined at 1e-2 (docs/lora.md).
-ADAPTERS = 10
+ADAPTER_FACTOR = 10
 # Factor of the bound for fixed targets (sft, and a critic), because configs/sft.py learns with 2e-3 at width 128.
-SUPERVISED = 10
-UPDATES, UPDATES_WITH_CRITIC = 4, 16  # optimizer steps on a rollout; more give a warning
+SUPERVISED_FACTOR = 10
+UPDATES, UPDATES_WITH_CRITIC = 4, 16  # most optimizer steps on one rollout without a warning
 # Up to this number of sequences per optimizer step, a published reward stayed flat (with a critic: it swung).
 SEQUENCES, SEQUENCES_WITH_CRITIC = 64, 128
 ENVIRONMENT_REWARD = "environment.reward"  # reward function that reads what an environment computes
-LONG = 10_000  # optimizer steps after which a published gradient norm climbed
+LONG_RUN = 10_000  # optimizer steps after which a published gradient norm climbed
 
 
 class RunSettings(NamedTuple):
@@ -62,14 +62,14 @@ def findings(settings: RunSettings) -> list[Finding]:
 
 
 def blind(settings: RunSettings) -> dict[str, str]:
-    """Returns {name of a rule that cannot be applied: the reason}."""
+    """Returns {name of a rule that cannot be applied, because an input is unknown: the reason}."""
     reasons = {
         "width": f"config.json of {settings.recipe.model.path} is not on this machine",
         "rl": "sft has no rollouts",
         "platform": "the platform of the devices is unknown",
     }
     missing = {name: reason for name, reason in reasons.items() if not getattr(settings, name)}
-    return {rule.__name__: missing[name] for rule, needs in RULES.items() for name in needs if name in missing}
+    return {rule.__name__: missing[name] for rule, inputs in RULES.items() for name in inputs if name in missing}
 
 
 def width_of(recipe: Recipe | SftRecipe) -> int | None:
@@ -87,15 +87,16 @@ def learning_rate(settings: RunSettings) -> Iterator[Finding]:
     """F9: finds a learning rate that may ruin a model of this width."""
     recipe, width = settings.recipe, settings.width
     assert width  # RULES lists width among the inputs of this rule
-    adapter_factor = ADAPTERS if recipe.adapters else 1
+    adapter_factor = ADAPTER_FACTOR if recipe.adapters else 1
     # Preference pairs are no fixed targets, because they compare completions, as rewards do.
     has_targets = not settings.rl and not recipe.data.rejected_column
-    rates = [("optim", recipe.optim.learning_rate, adapter_factor * (SUPERVISED if has_targets else 1))]
+    # Each entry has the section of an optimizer, its learning rate, and the factor of the bound of this rate.
+    rates = [("optim", recipe.optim.learning_rate, adapter_factor * (SUPERVISED_FACTOR if has_targets else 1))]
     if critic := settings.rl and settings.rl.critic:
-        factor = SUPERVISED * (1 if critic.path else adapter_factor)
+        factor = SUPERVISED_FACTOR * (1 if critic.path else adapter_factor)
         rates.append(("critic.optim", critic.optim.learning_rate, factor))
     for section, rate, factor in rates:
-        bound = factor * RATE * WIDTH / width
+        bound = factor * RUINOUS_RATE * RUINED_WIDTH / width
         if rate >= bound:
             yield Finding(
                 "warning",
@@ -154,7 +155,7 @@ def no_anchor(settings: RunSettings) -> Iterator[Finding]:
     recipe = settings.rl
     assert recipe  # RULES lists rl among the inputs of this rule
     sizes = recipe.sizes
-    if recipe.kl or sizes.updates_per_rollout == 1 or sizes.updates < LONG:
+    if recipe.kl or sizes.updates_per_rollout == 1 or sizes.updates < LONG_RUN:
         return
     if not recipe.weighs and not (recipe.chosen_engine.in_trainer and recipe.model.dtype == "float32"):
         yield Finding(

@@ -42,6 +42,7 @@ def check_algorithm(recipe: Recipe, fields: Mapping[str, Any]) -> None:
 def check_rewards(recipe: Recipe) -> None:
     """Checks that every reward function exists and has a weight, and that weights are not all 0 if rewards are used."""
     names, weights, model = recipe.reward.functions, recipe.reward.weights, recipe.reward_model
+    # Each reward function needs one weight, and a run needs at least one function or a reward model.
     if not (names or model) or len(names) != len(weights):
         counts = f"{len(names)} function{'s' * (len(names) != 1)} and {len(weights)} weight{'s' * (len(weights) != 1)}"
         example = tuple(1.0 for _ in names) or (1.0,)
@@ -58,11 +59,12 @@ def check_rewards(recipe: Recipe) -> None:
             )
         with tried():
             check_call(name, tasks.REWARDS, "config.reward.functions")
-    channels = [split_call(name)[0] for name in names]
-    for name in channels:
-        if channels.count(name) > 1:
-            times = "twice" if channels.count(name) == 2 else f"{channels.count(name)} times"
-            raise UserError(f"config.reward.functions names {name!r} {times}: name each function once")
+    # The rewards of a function are logged under its name, without its arguments, so each name must be unique.
+    functions = [split_call(name)[0] for name in names]
+    for function in functions:
+        if functions.count(function) > 1:
+            times = "twice" if functions.count(function) == 2 else f"{functions.count(function)} times"
+            raise UserError(f"config.reward.functions names {function!r} {times}: name each function once")
     if not any(weights) and not (model and model.weight) and recipe.estimator.needs_reward:
         raise UserError(
             "config.reward.weights are all 0, so every reward would be 0: at least one weight must differ from 0"
@@ -101,8 +103,8 @@ def check_reward_model(recipe: Recipe) -> None:
 
 def check_advantage(recipe: Recipe) -> None:
     """Checks that the estimator fits the size of a group, and that its arguments fit together."""
-    advantage, estimator, group = recipe.advantage, recipe.estimator.name, recipe.group_size
-    if group < 2 and Trait.COMPARES_GROUP in traits_of(advantage.function):
+    advantage, estimator, group_size = recipe.advantage, recipe.estimator.name, recipe.group_size
+    if group_size < 2 and Trait.COMPARES_GROUP in traits_of(advantage.function):
         raise UserError(
             f"config.group_size = 1: advantage {advantage.name!r} compares the completions of a group, so group_size "
             "must be 2 or more"
@@ -110,8 +112,8 @@ def check_advantage(recipe: Recipe) -> None:
     if recipe.estimator.needs_turns:
         check_turn_rewards(recipe)
     arguments = advantage.arguments
-    if estimator == "pass_at_k" and arguments["k"] > group:
-        raise UserError(f"config.advantage.k = {arguments['k']} must be between 1 and config.group_size = {group}")
+    if estimator == "pass_at_k" and arguments["k"] > group_size:
+        raise UserError(f"config.advantage.k = {arguments['k']} must be between 1 and config.group_size = {group_size}")
     if estimator and arguments.get("epsilon") == 0 and arguments.get("normalize") != "none":
         raise UserError(
             "config.advantage.epsilon = 0: a group with equal rewards would be divided by 0; set epsilon above 0, "
@@ -120,7 +122,10 @@ def check_advantage(recipe: Recipe) -> None:
 
 
 def check_turn_rewards(recipe: Recipe) -> None:
-    """Checks that the completions of the run have several turns, and that turns have rewards."""
+    """Checks that the completions of the run have several turns, and that turns have rewards.
+
+    Only an estimator that assigns credit by the turn needs both.
+    """
     problem = f"config.advantage.name = {recipe.advantage.name!r} assigns credit by the turn, but"
     if not recipe.episodes.calls:
         raise UserError(
@@ -141,21 +146,25 @@ def check_turn_rewards(recipe: Recipe) -> None:
 
 
 def check_columns(recipe: Recipe) -> None:
-    """Checks that estimator and loss get every input that they need, and that each model's scores are used."""
+    """Checks that estimator and loss get every input that they need, and that each model's scores are used.
+
+    A column is an array of scores for each token, such as the log-probabilities of a teacher.
+    """
     check_takes_batch(recipe.loss)
     for name in {"old", "ref"} & recipe.teachers.keys():
         raise UserError(
             f"config.teachers.{name}: the column {name}_logprobs belongs to another model; choose another name for "
             "this teacher"
         )
-    scores = {"critic": "values"} if recipe.critic else {}
-    scores |= {section: column_of(section) for section in recipe.frozen}
-    columns, loss, advantage = (*COLUMNS, *scores.values()), recipe.loss, recipe.advantage
+    # Each section of the config that adds a model, with the column that this model computes.
+    model_columns = {"critic": "values"} if recipe.critic else {}
+    model_columns |= {section: column_of(section) for section in recipe.frozen}
+    columns, loss, advantage = (*COLUMNS, *model_columns.values()), recipe.loss, recipe.advantage
     turn_inputs = advantages.TURN_INPUTS if recipe.estimator.needs_turns else ()
-    inputs = *advantages.REWARD_INPUTS, *turn_inputs, *columns
+    estimator_inputs = *advantages.REWARD_INPUTS, *turn_inputs, *columns
     check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, columns)
-    check_inputs(f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, inputs)
-    for section, column in scores.items():
+    check_inputs(f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, estimator_inputs)
+    for section, column in model_columns.items():
         if column not in {*recipe.loss_columns, *recipe.estimator.inputs, "reward_model_scores"}:
             raise UserError(
                 f"config.{section} has no effect, because neither loss {loss.name!r} nor advantage {advantage.name!r} "
@@ -172,13 +181,14 @@ def check_inputs(function: str, inputs: Sequence[str], known_columns: Sequence[s
     function: field and value that name the function; inputs: names of its arguments; known_columns: columns of the run.
     Raises: UserError, with the columns and the section of the config that would add the missing one.
     """
-    missing = {"values": ", or add the section config.critic (see configs/ppo.py)"}
-    missing |= {"reward_model_scores": ", or add the section config.reward_model"}
+    # Each hint names the section of the config that adds a column.
+    hints = {"values": ", or add the section config.critic (see configs/ppo.py)"}
+    hints |= {"reward_model_scores": ", or add the section config.reward_model"}
     for name in inputs:
         teacher = name.removesuffix("_logprobs")
         add_teacher = f", or add the section config.teachers.{teacher} (see configs/distillation.py)"
         if name not in known_columns:
-            hint = missing.get(name, add_teacher if name.endswith("_logprobs") else "")
+            hint = hints.get(name, add_teacher if name.endswith("_logprobs") else "")
             raise UserError(
                 f"{function} has the argument {name!r}, but this run computes no such column: "
                 f"use one of {', '.join(known_columns)}{hint}"
@@ -214,7 +224,7 @@ def check_loss(recipe: Recipe) -> None:
             f"config.importance.low = {importance.low} must be below importance.high = {importance.high}; otherwise "
             "action 'mask' would remove every token"
         )
-    # A loss of the user may correct for older weights itself.
+    # A loss that the user has written may correct for older weights itself, so only losses of this package are refused.
     package_loss = own_name(recipe.loss.function, losses)
     if package_loss and (rollout.max_lag or rollout.partial) and importance.action == "none":
         field = "partial" if rollout.partial else "max_lag"
@@ -281,8 +291,8 @@ def check_sequence_ratio(recipe: Recipe) -> None:
             f"config.aggregate.mode = 'token_mean': loss {loss!r} has one ratio per completion, so longer completions "
             "would weigh more; set mode to 'sequence_mean', or to 'sequence_sum' to weigh by length (LUSPO)"
         )
-    token_level = recipe.loss.arguments.get("level") == "token"
-    if recipe.mask.top_entropy < 1 and not token_level:
+    has_ratio_per_token = recipe.loss.arguments.get("level") == "token"
+    if recipe.mask.top_entropy < 1 and not has_ratio_per_token:
         raise UserError(
             f"config.mask.top_entropy = {recipe.mask.top_entropy}: the ratio of loss {loss!r} depends on every token, "
             "so masked tokens would learn too; set top_entropy to 1.0, or use loss gspo with level = 'token'"
@@ -315,8 +325,8 @@ def check_kl(recipe: Recipe) -> None:
             "set placement to 'loss', or kl = None"
         )
     normalize = advantage.arguments.get("normalize")
-    divides = Trait.DIVIDES in traits_of(advantage.function) and normalize != "none"
-    if kl.placement == "reward" and divides:
+    divides_by_deviation = Trait.DIVIDES in traits_of(advantage.function) and normalize != "none"
+    if kl.placement == "reward" and divides_by_deviation:
         remedy = ", or advantage.normalize to 'none'" * (normalize is not None)
         raise UserError(
             f"config.kl.placement = 'reward': advantage {advantage.name!r} divides the penalty by the deviation of "
@@ -445,8 +455,8 @@ def check_health(recipe: Settings, fields: Mapping[str, Any]) -> None:
 
 
 def check_known(field: str, names: Iterable[str], known_names: Collection[str]) -> None:
-    """Raises: UserError, if a field of the section `health` names something that is not in `known`."""
+    """Raises: UserError, if a field of the section `health` has a name that is not in `known_names`."""
     for name in set(names) - set(known_names):
-        close = closest(name, known_names)
-        hint = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known_names)}"
+        similar_names = closest(name, known_names)
+        hint = f"did you mean {similar_names[0]!r}?" if similar_names else f"known names: {', '.join(known_names)}"
         raise UserError(f"config.health.{field}: unknown name {name!r}; {hint}")

@@ -36,7 +36,7 @@ from jaxrl_llm.structs import Array, Sizes
 from jaxrl_llm.tasks.agents import AgentSettings
 
 TURN_CHANNELS = "environment.reward", "agents.reward"  # reward functions that add up the rewards of turns
-WEIGHTED = "_weighted"  # suffix of KL estimators that are multiplied by pi / pi_old
+WEIGHTED_SUFFIX = "_weighted"  # suffix of KL estimators that are multiplied by pi / pi_old
 # The share stays below 1, so that a skipped prompt is sampled again from time to time, and may have a signal then.
 SkipShare = Annotated[float, Field(float, low=0, high=0.95, exclusive=True)]
 
@@ -154,11 +154,11 @@ class Settings:
     @property
     def plan(self) -> session.Plan:
         """Schedule of the session: steps, evaluations, rollbacks, checkpoints and logs."""
-        every, patience = (self.eval.every, self.eval.patience) if self.eval else (0, 0)
+        evaluate_every, patience = (self.eval.every, self.eval.patience) if self.eval else (0, 0)
         most_rollbacks = self.health.rollback.most if self.health.rollback else 0
         return session.Plan(
             steps=self.num_steps,
-            evaluate_every=every,
+            evaluate_every=evaluate_every,
             patience=patience,
             most_rollbacks=most_rollbacks,
             checkpoint=self.checkpoint,
@@ -172,7 +172,7 @@ class Settings:
         return self.schedule_steps or self.num_steps
 
     def _sizes(self, **sizes: Any) -> Sizes:
-        """Returns the sizes of a step: `sizes` of one program, and the fields that `train` and `sft` share."""
+        """Returns the sizes of a step: the fields that `train` and `sft` share, and `sizes`, which only one has."""
         without_warmup = Sizes(
             prompts_per_step=self.prompts_per_step,
             max_completion_tokens=self.rollout.max_completion_tokens,
@@ -186,8 +186,9 @@ class Settings:
     @property
     def router_coefficients(self) -> dict[str, Coefficient]:
         """Coefficient of the load-balance loss, by its metric; {} if the run has no such loss."""
-        is_balanced = self.router and self.router.balance_coef > 0
-        return {"router/balance_coef": optim.constant(self.router.balance_coef)} if self.router and is_balanced else {}
+        if not self.router or self.router.balance_coef <= 0:
+            return {}
+        return {"router/balance_coef": optim.constant(self.router.balance_coef)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +218,7 @@ class SftRecipe(Settings):
 
     @property
     def loss_columns(self) -> tuple[str, ...]:
-        """Score columns that the loss needs: its arguments after logprobs and batch."""
+        """Score columns that the loss needs, such as ref_logprobs: its arguments after `logprobs` and `batch`."""
         return required_inputs(self.loss.function)[2:]
 
     @property
@@ -364,9 +365,11 @@ class Recipe(Settings):
 
     @property
     def sampled(self) -> SampledGroups:
-        """Numbers of groups: open in the engine, and in a batch of the step."""
-        count, partial_groups = self.prompts_per_step, self.rollout.partial
-        return SampledGroups(count + partial_groups, count) if partial_groups else SampledGroups(count)
+        """Numbers of groups on which the engine works at once, and of groups in a batch of the step."""
+        groups_per_step, partial_groups = self.prompts_per_step, self.rollout.partial
+        if not partial_groups:
+            return SampledGroups(groups_per_step)
+        return SampledGroups(groups_per_step + partial_groups, groups_per_step)
 
     @property
     def exact(self) -> bool:
@@ -387,12 +390,13 @@ class Recipe(Settings):
 
     @property
     def loss_columns(self) -> tuple[str, ...]:
-        """Score columns that the loss needs: its arguments after logprobs and batch."""
+        """Score columns that the loss needs, such as ref_logprobs: its arguments after `logprobs` and `batch`."""
         return required_inputs(self.loss.function)[2:]
 
     @property
     def columns(self) -> set[str]:
         """Columns that estimator, loss and penalties need: score columns, and other inputs of the estimator."""
+        # Each key is a score column, and its value says whether this recipe needs the column.
         needs = {
             # If a rollout has a single update, the update uses its own log-probabilities as the old ones.
             "old_logprobs": self.updates_per_rollout > 1 or self.kl_estimator("reward") is not None,
@@ -404,13 +408,16 @@ class Recipe(Settings):
 
     @property
     def sampling_plan(self) -> SamplingPlan:
-        """Sampling settings of a step: group size, distribution, rounds that replace groups, greedy companions."""
-        rollout, greedy = self.rollout, self.estimator.needs_greedy
+        """Sampling settings of a step: group size, distribution, and the rounds that replace groups without a signal.
+
+        `greedy` adds one greedy completion per prompt, which some advantage estimators compare with the group.
+        """
+        rollout = self.rollout
         return SamplingPlan(
             group_size=self.group_size,
             sampling=rollout.sampling,
             resample_rounds=rollout.resample_rounds,
-            greedy=greedy,
+            greedy=self.estimator.needs_greedy,
             masks_truncated=self.mask.truncated,
             partial=rollout.partial,
             max_age=rollout.max_age,
@@ -419,7 +426,7 @@ class Recipe(Settings):
     def kl_estimator(self, placement: str) -> Callable[[Array, Array], Array] | None:
         """Returns the estimator of the KL penalty in the "loss" or the "reward"; None if no penalty is placed there."""
         is_placed = self.kl is not None and self.kl.placement == placement
-        return getattr(kl, self.kl.estimator.removesuffix(WEIGHTED)) if self.kl and is_placed else None
+        return getattr(kl, self.kl.estimator.removesuffix(WEIGHTED_SUFFIX)) if self.kl and is_placed else None
 
     @property
     def refresh(self) -> learner.RefreshSettings | None:
@@ -429,7 +436,7 @@ class Recipe(Settings):
     @property
     def kl_weighted(self) -> bool:
         """Whether the KL penalty is multiplied by the ratio pi / pi_old."""
-        return self.kl is not None and self.kl.estimator.endswith(WEIGHTED)
+        return self.kl is not None and self.kl.estimator.endswith(WEIGHTED_SUFFIX)
 
     @property
     def turn_channel(self) -> str:
@@ -483,8 +490,9 @@ class Recipe(Settings):
         )
 
     def _coefficients(self) -> dict[str, Coefficient]:
-        """Returns the coefficients of the policy's loss that change during a run, by their metrics."""
+        """Returns the coefficients of the policy's loss and of its penalties, by the metrics that log them."""
         coefficients, sizes = dict[str, Coefficient](), self.sizes
+        # The KL coefficient follows the measured KL divergence (adaptive), or a schedule over the run.
         if penalty := self.kl:
             coefficients["kl/coef"] = (
                 optim.adaptive_kl(penalty.coef, sizes.sequences_per_update, **penalty.adaptive)
@@ -493,9 +501,11 @@ class Recipe(Settings):
                     penalty.coef, decay=penalty.decay, end=penalty.end, total_steps=sizes.scheduled_updates
                 )
             )
-        if bonus := self.entropy:
+        if entropy_bonus := self.entropy:
             coefficients["entropy/coef"] = (
-                optim.adaptive_entropy(bonus.coef, **bonus.adaptive) if bonus.adaptive else optim.constant(bonus.coef)
+                optim.adaptive_entropy(entropy_bonus.coef, **entropy_bonus.adaptive)
+                if entropy_bonus.adaptive
+                else optim.constant(entropy_bonus.coef)
             )
         if "gradient_spike" in self.health.skip:
             coefficients["grad_norm/bound"] = optim.spike_bound()
@@ -503,8 +513,9 @@ class Recipe(Settings):
 
 
 def warmup_steps(section: KeywordArguments, total: int, name: str = "optim") -> int:
-    """Returns the optimizer steps of the warm-up of an optimizer's section.
+    """Returns how many optimizer steps the warm-up takes that a section such as `optim` sets.
 
-    total: optimizer steps of the schedule; name: section, for errors. Raises: UserError, as `optim.count_warmup`.
+    total: optimizer steps of the schedule; name: name of the section, for errors. Raises: UserError, if the section
+    sets the warm-up both in steps and as a ratio, or if the ratio is not in [0, 1).
     """
     return optim.count_warmup(total, warmup_steps=section.warmup_steps, warmup_ratio=section.warmup_ratio, section=name)

@@ -59,6 +59,7 @@ def model_and_data_table(
 
     path: folder of the model, "" for a new model. sizes: numbers of steps, prompts and completions of the run.
     """
+    # Each row of the table is made below from one fact, and a row without a name continues the row above it.
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
     has_few_rows = len(dataset.rows) < sizes.prompts_per_step
@@ -94,6 +95,7 @@ def problems_table(eval_sets: Mapping[str, EvalSet], held_out: Mapping[str, Data
     return rows
 
 
+# Line of the banner if programs of the policy may run without a sandbox.
 UNCONFINED = (
     "WARNING: config.reward.unconfined = True: programs that the policy writes run WITHOUT a sandbox. They can read, "
     "change and send all that you can: keys, data, other processes."
@@ -132,17 +134,19 @@ def _order_row(settings: DataSettings, dataset: Dataset, sizes: Sizes) -> list[t
     line = f"each epoch by {settings.order_column}, from {values[0]:g} to {values[-1]:g}"
     if drawn_prompts < len(values) and not dataset.parts:
         # Groups without a reward difference are replaced by later prompts, so the run may get further than this.
-        open_end = " or above" * (sizes.samples > sizes.group_size)
+        open_end = " or above" if sizes.samples > sizes.group_size else ""
         line += f"; the run has {drawn_prompts:,} prompts, and ends at {values[drawn_prompts - 1]:g}{open_end}"
     return [("", line)]
 
 
 def _image_rows(dataset: Dataset) -> list[tuple[str, str]]:
+    """Returns the banner's row on the images of a data set, or [] if it has none."""
     images = dataset.images
     return [("images", images.line(dataset.width))] if images and images.count else []
 
 
 def _duplicate_notes(dataset: Dataset) -> list[str]:
+    """Returns a note with the number of prompts that repeat an earlier prompt, or [] if all differ."""
     count, number, earlier_number = dataset.repeated()
     if not count:
         return []
@@ -188,11 +192,16 @@ def totals_table(sizes: Sizes) -> list[tuple[str, int]]:
 
 
 def _describe_size(dataset: Dataset, convert: str) -> str:
-    refused = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
-    smaller = [f"{width:,}" for width, _ in dataset.sizes.smaller]
-    padded = f", padded to {dataset.width:,} or {' or '.join(smaller)}" if smaller else ""
-    mean = np.mean([len(tokens) for tokens in dataset.ids])
-    return f"{len(dataset.rows):,} of at most {dataset.width:,} tokens, {mean:.0f} on average{padded}{refused}"
+    """Returns text with the number of prompts, their lengths, and the rows that the convert function has dropped.
+
+    convert: config field of the convert function.
+    """
+    dropped_text = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
+    smaller_widths = [f"{width:,}" for width, _ in dataset.sizes.smaller]
+    padding_text = f", padded to {dataset.width:,} or {' or '.join(smaller_widths)}" if smaller_widths else ""
+    mean_length = np.mean([len(tokens) for tokens in dataset.ids])
+    length_text = f"{len(dataset.rows):,} of at most {dataset.width:,} tokens, {mean_length:.0f} on average"
+    return f"{length_text}{padding_text}{dropped_text}"
 
 
 def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner]) -> list[tuple[str, str]]:
@@ -257,6 +266,7 @@ def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tu
     """
     rows = []
     if stream:
+        # Numbers of completions that the decode programs run at once, the largest first.
         counts = list(dict.fromkeys(slots.count for slots in stream.slots))
         cache = f"{stream.pages} pages of {stream.page} tokens"
         if drafts := stream.drafted(stream.slots[-1]):
@@ -264,9 +274,12 @@ def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tu
         elif stream.drafts:
             cache += ", no drafts, because a pass would compute too many tokens"
         rows.append(("decoding, on a device", f"{' or '.join(map(str, counts))} completions at once, {cache}"))
-    n, t = packed[0]
+    row_count, row_tokens = packed[0]
     limit_note = f"; up to {MAX_SHAPES} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
     rows.append(
-        ("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{limit_note}")
+        (
+            "learning, largest shape",
+            f"{row_count} row{'s' * (row_count > 1)} of {row_tokens} completion tokens for a prompt{limit_note}",
+        )
     )
     return rows

@@ -34,7 +34,7 @@ from jaxrl_llm.session.checksums import changed, checksums
 from jaxrl_llm.session.settings import CheckpointSettings
 from jaxrl_llm.structs import PartState, PyTree
 
-NO_ROWS = Rows({}, "")
+NO_ROWS = Rows({}, "")  # default of `Checkpoints`, for checkpoints that depend on no data rows
 FORMAT = 3  # version of the checkpoint format, which grows with each change that older versions cannot read
 MODELS, SAMPLES = "models", "samples"  # names of the parts that have arrays
 NOTES = "notes"  # name of the JSON file of a checkpoint
@@ -43,10 +43,11 @@ NOTES = "notes"  # name of the JSON file of a checkpoint
 SAVED = "checkpoints.saved"
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
-COMMIT = 6 * 3600
-COMMITTED = "commit_success.txt"  # Orbax's mark of a complete checkpoint in a bucket, where no folder can be renamed
-DELETED = ".deleted"  # suffix of the folder in which checkpoints wait for their deletion
-MIN_SLICE_BYTES = 2**22  # fewest bytes of an array that each device with a copy of it saves
+SAVE_TIMEOUT = 6 * 3600
+# File with which Orbax marks a complete checkpoint in a bucket, because a bucket cannot rename a folder.
+COMMIT_MARK = "commit_success.txt"
+DELETED_SUFFIX = ".deleted"  # suffix of the folder in which checkpoints wait for their deletion
+MIN_SLICE_BYTES = 2**22  # an array is divided among the devices that hold copies of it only if each saves this much
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -85,14 +86,14 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeptCheckpoints(self._steps_to_keep),
             cleanup_tmp_directories=True,
-            todelete_subdir=f"../{folder.name}{DELETED}",
-            async_options=ocp.AsyncOptions(timeout_secs=COMMIT),
+            todelete_subdir=f"../{folder.name}{DELETED_SUFFIX}",
+            async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
             temporary_path_class=_committed_after(check_lock) if self._in_bucket else None,
         )
         quieten_orbax()
         save_small_arrays_whole()
         self._folder = folder if self._in_bucket else folder.absolute()
-        self._deleted = self._folder.with_name(self._folder.name + DELETED)
+        self._deleted = self._folder.with_name(self._folder.name + DELETED_SUFFIX)
         self._removals: list[Thread] = []  # threads that delete checkpoints now
         self._is_marked = False  # whether this process has written the file SAVED
         self._start_removal()
@@ -133,8 +134,8 @@ class Checkpoints:
             return
         checkpoint_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         settings, saves = self._settings, num_steps // self._settings.every
-        # The latest checkpoints, the best, one that a signal made, one that is being written and the older ones for
-        # rollbacks exist at the same time.
+        # These checkpoints exist at the same time: the latest and the best ones, one that a signal made, one that is
+        # being written, and older ones for rollbacks.
         peak_count = (
             settings.keep + settings.keep_best + (settings.every > 1) + 1 + self._goes_back * saves.bit_length()
         )
@@ -153,11 +154,14 @@ class Checkpoints:
         parts: states by part name; only MODELS and SAMPLES have arrays. attempt: number of rollbacks so far.
         Raises: UserError, if the previous save failed.
         """
+        # The notes identify the inputs of the run, so that a resumed run can check that its own inputs are equal.
         notes = {"format": FORMAT, "attempt": attempt, "began_with": self._input_hashes, "rows": self._rows._asdict()}
         notes["machine"] = alike.machine()
         notes["parts"] = {name: part.notes for name, part in parts.items()}
         notes["checksums"] = {name: checksums(part.arrays) for name, part in parts.items()}
-        items: dict[str, Any] = {name: ocp.args.StandardSave(x.arrays) for name, x in parts.items() if x.arrays}
+        items: dict[str, Any] = {
+            name: ocp.args.StandardSave(part.arrays) for name, part in parts.items() if part.arrays
+        }
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(**items, notes=ocp.args.JsonSave(notes)))
 
@@ -193,28 +197,27 @@ class Checkpoints:
         self._start_removal()
 
     def _start_removal(self) -> None:
-        """Starts to delete the checkpoints that Orbax has moved out of the folder, in a thread."""
+        """Starts a thread that deletes the checkpoints which Orbax has moved into the folder of deleted checkpoints."""
         if self._in_bucket or not distributed.first() or not self._deleted.is_dir():
             return
         self._removals = [thread for thread in self._removals if thread.is_alive()]
         with suppress(OSError):
-            # A folder gets a unique name at once, also while a thread deletes others: after a rollback, Orbax may move
-            # another checkpoint of the same step here, and refuses to replace a folder.
-            folders = [
-                folder.rename(folder.with_name(f"{folder.name}.{time.time_ns()}"))
-                if folder.name.isdecimal()
-                else folder
-                for folder in self._deleted.iterdir()
-                # A folder with a unique name is deleted by a running thread, or is left of a process that was killed.
-                if folder.name.isdecimal() or not self._removals
-            ]
+            folders: list[Path] = []
+            for folder in self._deleted.iterdir():
+                if folder.name.isdecimal():
+                    # Orbax names the folder by its step. The folder gets a unique name, because after a rollback Orbax
+                    # may move another checkpoint of this step here, and refuses to replace a folder.
+                    folders.append(folder.rename(folder.with_name(f"{folder.name}.{time.time_ns()}")))
+                elif not self._removals:
+                    # No thread deletes this folder, so a process that was killed has left it.
+                    folders.append(folder)
             if folders:
                 thread = Thread(target=lambda: [shutil.rmtree(folder, ignore_errors=True) for folder in folders])
                 thread.start()
                 self._removals.append(thread)
 
     def latest(self) -> str:
-        """Returns text for an error that names the newest checkpoint, which may not be complete yet."""
+        """Returns text that names the newest checkpoint in an error. The checkpoint may not be complete yet."""
         step = self._manager.latest_step()
         folder = self._manager.directory
         return "the run has no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
@@ -287,9 +290,9 @@ class Checkpoints:
         """Deletes the checkpoints of these steps."""
         for step in steps:
             if self._in_bucket and distributed.first():
-                # The file COMMITTED is deleted first, because a checkpoint without it does not count. Orbax deletes the
-                # other files in any order.
-                (self._folder / str(step) / COMMITTED).unlink(missing_ok=True)
+                # The file COMMIT_MARK is deleted first, because a checkpoint without it does not count. Orbax deletes
+                # the other files in any order.
+                (self._folder / str(step) / COMMIT_MARK).unlink(missing_ok=True)
             self._manager.delete(step)
         self._start_removal()
 
@@ -302,6 +305,7 @@ class Checkpoints:
         if step is None:
             return 0, {}
         notes = read_notes(self._manager, step)
+        # Orbax needs the shape and sharding of each array. The models take the shardings of this run.
         shapes = {MODELS: jax.tree.map(ocp.utils.to_shape_dtype_struct, models)}
         # Batches that were sampled ahead keep their saved shapes, and are placed on this run's devices.
         with reading(self._manager, step):
@@ -309,11 +313,11 @@ class Checkpoints:
         if saved_shapes.get(SAMPLES):
             batch_sharding = NamedSharding(self._mesh, BATCH)
 
-            def place_batch(x: Any) -> jax.ShapeDtypeStruct:
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding)
+            def place_batch(array: Any) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding)
 
             shapes[SAMPLES] = jax.tree.map(place_batch, saved_shapes[SAMPLES].tree)
-        arrays = read(self._manager, step, {name: ocp.args.StandardRestore(x) for name, x in shapes.items()})
+        arrays = read(self._manager, step, {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()})
         for name, restored in arrays.items():
             check_unchanged(self._manager, step, restored, notes["checksums"][name])
         parts = {name: PartState(part_notes, arrays.get(name)) for name, part_notes in notes["parts"].items()}
@@ -338,7 +342,7 @@ class Checkpoints:
         """Turns an error of saving into a UserError, or into PeerLost if another try may succeed."""
         try:
             yield
-        except (jax.errors.JaxRuntimeError, UserError):  # these are not disk errors
+        except (jax.errors.JaxRuntimeError, UserError):  # neither type is a disk error
             raise
         except Exception as error:  # disk errors: Orbax raises many types
             reason = _reason(error)
@@ -396,8 +400,9 @@ def kept_steps(
     A run that may roll back also keeps the last two multiples of `every`, of twice `every`, of four times `every` and
     so on. Checkpoints that a signal made between two multiples of `every` do not count toward `keep`.
     """
-    due_steps = [step for step in steps if step % settings.every == 0]
+    due_steps = [step for step in steps if step % settings.every == 0]  # without checkpoints that a signal made
     selected = {*steps[-1:], *due_steps[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}
+    # Rollbacks need old checkpoints. Doubling the distance keeps few of them, yet reaches back far.
     distance = settings.every
     while goes_back and due_steps and distance <= due_steps[-1]:
         selected |= {*[step for step in due_steps if step % distance == 0][-2:]}

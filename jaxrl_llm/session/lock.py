@@ -25,7 +25,7 @@ from jaxrl_llm.machine.disk import writing
 
 LOCK = "lock"  # file in a workdir that a run has locked
 RENEW, STALE = 30.0, 150.0  # seconds between renewals, and seconds without a renewal after which a lock is stale
-POLL = 1.0  # seconds between two readings of the lock of another process
+POLL = 1.0  # seconds between two readings of a lock that another process holds
 
 
 class Lock:
@@ -43,6 +43,7 @@ class Lock:
 
         The clocks of two hosts are never compared. Raises: UserError, if a running process holds the lock.
         """
+        # Each reading shows owner and last renewal of another process's lock, None while no process holds the lock.
         watched_reading, previous_reading, watch_start = None, None, time.monotonic()
         while True:
             reading = self._read()
@@ -50,7 +51,7 @@ class Lock:
             with suppress(Timeout, LeaseSettingsMismatch):
                 self._lease.acquire()
                 break
-            if not reading:
+            if not reading:  # another process has acquired the lock since this reading
                 continue
             if reading.is_owner_dead():
                 self._remove(reading)

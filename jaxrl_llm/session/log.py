@@ -39,7 +39,8 @@ from jaxrl_llm.session.sample_files import SampleFiles
 from jaxrl_llm.session.settings import LogSettings
 from jaxrl_llm.structs import Images
 
-# (label in the console line, key in metrics.jsonl, format) of each number. A run omits the keys that it does not have.
+# The numbers of the console line of a step: label, key in metrics.jsonl, and format. A run shows only the keys that its
+# record has.
 COLUMNS = (
     ("loss", "loss/sft", ".4f"),
     ("reward", "reward/mean", ".3f"),
@@ -70,7 +71,7 @@ DROP_ORDER = (
 )
 NOTEBOOK_WIDTH = 100  # characters of a console line in a notebook
 T = TypeVar("T")
-PHASES = ("rollout", "reward", "score", "update")
+PHASES = ("rollout", "reward", "score", "update")  # phases of a step whose seconds the console line shows
 
 
 class Log:
@@ -183,7 +184,7 @@ class Log:
             logger.write_text(step, f"health/{finding.id}", finding.line())
 
     def read(self, pick: Callable[[TextIO], list[T]]) -> list[T]:
-        """Returns pick(metrics.jsonl) in all processes. Only the first process reads the file."""
+        """Returns the result of pick(open metrics.jsonl) in all processes. Only the first process reads the file."""
         picked: list[T] = []
         if distributed.first():
             with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
@@ -291,25 +292,29 @@ class Log:
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
         """Writes one group of the batch to completions.jsonl and the loggers, and two completions to the console."""
+        # The record of completions.jsonl holds the first group of the batch.
         prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.wait_for_grades(), rewards[0]
-        texts, turns = graded.texts[0], graded.turns[:1]
+        texts, turns_of_group = graded.texts[0], graded.turns[:1]  # turns_of_group is [] without an environment
         line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [json_number(x) for x in rewards]}
         pictures = thumbnails(samples.prompts.images, 0)
-        line |= ({"turns": turns[0]} if turns else {}) | ({"pictures": pictures} if pictures else {})
+        line |= {"turns": turns_of_group[0]} if turns_of_group else {}
+        line |= {"pictures": pictures} if pictures else {}
         self._append("completions", line)
         for logger in self._loggers:
             logger.write_samples(step, samples_of(line))
-        asked = _shortened(text_of(prompt[-1]["content"]) if isinstance(prompt, list) else prompt)
+        # The console shows the prompt, or the last message of a chat, with two completions and their rewards.
+        prompt_text = _shortened(text_of(prompt[-1]["content"]) if isinstance(prompt, list) else prompt)
         for i, reward in enumerate(rewards[:2]):
-            earned = f"(reward {reward:g})" if math.isfinite(reward) else "(no reward)"
-            if not turns:
-                self.print_line(f"    {asked} -> {_shortened(texts[i])}  {earned}")
+            reward_text = f"(reward {reward:g})" if math.isfinite(reward) else "(no reward)"
+            if not turns_of_group:
+                self.print_line(f"    {prompt_text} -> {_shortened(texts[i])}  {reward_text}")
                 continue
-            self.print_line(f"    {asked}  {earned}")
-            for turn in turns[0][i]:
+            self.print_line(f"    {prompt_text}  {reward_text}")
+            for turn in turns_of_group[0][i]:
                 self.print_line(f"      {'>' if turn['role'] == 'assistant' else '<'} {_shortened(turn['content'])}")
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
+        """Appends a record to WORKDIR/NAME.jsonl, in the first process."""
         if not distributed.first():
             return
         with disk.writing(self._workdir):
@@ -318,17 +323,19 @@ class Log:
 
     def _step_line(self, step: int, record: dict[str, Any]) -> str:
         """Returns the console line of a step. On a terminal and in a notebook, DROP_ORDER shortens it until it fits."""
+        # Each part of the line has a key, so that a narrow console can drop single parts.
         parts = {"step": f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"}
         parts |= {label: f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if record.get(key) is not None}
         further_sets = {label: metric for label, metric in self._extra_sets.items() if record.get(metric) is not None}
         parts |= {label: f"{label} {record[metric]:.1%}" for label, metric in further_sets.items()}
         if "time/step" in record:
-            phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
+            phases = " ".join(f"{phase} {record[f'time/{phase}']:.2f}" for phase in PHASES if f"time/{phase}" in record)
             parts["seconds"] = f"{record['time/step']:.2f}s ({phases})"
             parts["speed"] = f"{record['tokens_per_second']:,.0f} tok/s"
         if not self._bars and (remaining := self._remaining_time(step)):
             parts["left"] = remaining
         line = "  ".join(parts.values())
+        # Parts are removed one by one until the line fits.
         for label in ("seconds", *further_sets, *DROP_ORDER):
             if len(line) <= self._width():
                 break
@@ -339,15 +346,19 @@ class Log:
 
     def _width(self) -> float:
         """Returns how many characters fit into a console line; infinite if the output goes to a file."""
-        return self._console.width if self._terminal else NOTEBOOK_WIDTH if "ipykernel" in sys.modules else math.inf
+        if self._terminal:
+            return self._console.width
+        return NOTEBOOK_WIDTH if "ipykernel" in sys.modules else math.inf
 
     def _show_step(self, step: int) -> None:
+        """Moves the progress bar to a step."""
         if self._bars:
             self._bars.update(
                 self._bar_id, completed=step, count=f"{step}/{self._num_steps}", detail=self._remaining_time(step)
             )
 
     def _remaining_time(self, step: int) -> str:
+        """Returns the expected time until the last step as text, from the mean time of a step so far."""
         steps_done = step - self._start_step
         if steps_done < 1:
             return ""
@@ -359,16 +370,16 @@ def samples_of(line: dict[str, Any]) -> list[loggers.Sample]:
     """Converts a record of completions.jsonl to the samples that loggers show."""
     texts = map(chat_text, line["turns"]) if "turns" in line else line["completions"]
     prompt = chat_text(line["prompt"])
-    return [loggers.Sample(prompt, *about) for about in zip(texts, line["rewards"], strict=True)]
+    return [loggers.Sample(prompt, text, reward) for text, reward in zip(texts, line["rewards"], strict=True)]
 
 
 def thumbnails(images: Images | None, b: int) -> list[str]:
     """Returns small copies of the images of prompt b, as data URLs; [] if it has no image."""
-    if images is None or not (of_prompt := image_layout.pixels(images, b)):
+    if images is None or not (prompt_images := image_layout.pixels(images, b)):
         return []
-    from PIL import Image  # an extra, which rows with images need anyway
+    from PIL import Image  # imported here, because only rows with images need this optional package
 
-    return [image_files.thumbnail(Image.fromarray(pixels)) for pixels in of_prompt]
+    return [image_files.thumbnail(Image.fromarray(pixels)) for pixels in prompt_images]
 
 
 def json_number(value: Any) -> float | int | None:

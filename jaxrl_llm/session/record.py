@@ -30,7 +30,10 @@ class Timer:
     """
 
     def __init__(self, previous_step_end: Future[float] | None = None):
-        """after: time at which the device finished the previous step, for which the first phase may have waited."""
+        """previous_step_end: time at which the device finished the previous step; None for the first step.
+
+        The first phase of a step may have waited for it.
+        """
         self.start_time = self._last_end = time.perf_counter()
         self._previous_step_end = previous_step_end
         self.end_times: dict[str, float] = {}  # time at the end of each phase
@@ -78,8 +81,9 @@ class Record:
         all completions.
         """
         self._finish_timing()
+        # Metrics of the whole step come first, then those of its samples, of its updates, and the times of its phases.
         updates, metrics = transfers.to_host((self.updates, self.metrics))
-        record = {k: v for k, v in metrics.items() if not (k.startswith("reward/") and np.isnan(v))}
+        record = {name: x for name, x in metrics.items() if not (name.startswith("reward/") and np.isnan(x))}
         if self.samples:
             record |= (
                 rollout_metrics(self.samples.rollouts, self.step)
@@ -95,6 +99,7 @@ class Record:
         return record | {"time/step": self.timer.total_seconds, "tokens_per_second": tokens / self.timer.total_seconds}
 
     def _finish_timing(self) -> None:
+        """Adds the phases that end on the device to the timer: scoring, if the step has scores, and the updates."""
         timer, updated = self.timer, self.updated.result()
         if self.scored:  # scores and rewards overlap, because both phases start after the rollout
             scored = self.scored.result()
@@ -117,30 +122,34 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, Any]:
     tokens. Metrics that compare sampler and trainer come from the first update that trained a token, and states such
     as coefficients from the last update. Updates without a trained token are ignored.
     """
-    # Number of trained tokens of each update, the largest number of its learners.
-    counts = [max(value for name, value in update.items() if name.endswith(TRAINED)) for update in updates]
-    trained = [update for update, count in zip(updates, counts, strict=True) if count]
-    names = (trained or [{}])[0]
-    record = {name: _merge_metric(name, [update[name] for update in trained], counts) for name in names}
+    # An update has a number of trained tokens for each learner, such as policy and critic. The largest one counts.
+    trained_tokens = [max(value for name, value in update.items() if name.endswith(TRAINED)) for update in updates]
+    training_updates = [update for update, tokens in zip(updates, trained_tokens, strict=True) if tokens]
+    names = training_updates[0] if training_updates else {}
+    record = {
+        name: _merge_metric(name, [update[name] for update in training_updates], trained_tokens) for name in names
+    }
     record |= {name: np.mean([update[name] for update in updates]) for name in updates[0] if "skip/" in name}
-    for first in trained[:1]:
+    if training_updates:
+        first_update = training_updates[0]
         # These metrics come from the first update, because later updates compare a changed policy with the sampler.
-        record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
+        record |= {name: x for name, x in first_update.items() if name.startswith(("sampler/", "importance/"))}
         # The first update should clip nothing, because the policy has not moved since it sampled the rollout.
-        record |= {"clip/first": first["clip/fraction"]} if "clip/fraction" in first else {}
+        record |= {"clip/first": first_update["clip/fraction"]} if "clip/fraction" in first_update else {}
     record |= {name: x for name, x in updates[-1].items() if name.endswith(STATE_SUFFIXES)}
     record = {name: x for name, x in record.items() if not name.endswith(TRAINED)}
     if "logprobs/good" in record:  # the mean over tokens of completions with a positive advantage
         total, good = record.pop("logprobs/good"), record.pop("tokens/good")
         record |= {"logprobs/good": total / good} if good else {}
-    for kind in ("importance/", "importance/raw_"):
-        if f"{kind}square" in record:
-            record[f"{kind}ess"] = record[f"{kind}mean"] ** 2 / max(record.pop(f"{kind}square"), 1e-30)
+    # The effective sample size of importance weights, as a share of the tokens, is mean(w)**2 / mean(w**2).
+    for prefix in ("importance/", "importance/raw_"):
+        if f"{prefix}square" in record:
+            record[f"{prefix}ess"] = record[f"{prefix}mean"] ** 2 / max(record.pop(f"{prefix}square"), 1e-30)
     return record
 
 
 def _merge_metric(name: str, values: list[Any], counts: list[Any]) -> Any:
-    """Merges a metric. values: one per update that trained a token. counts: trained tokens of all updates."""
+    """Merges the values of one metric. values: one per update that trained a token. counts: tokens of all updates."""
     if reduction := {"_max": np.max, "_min": np.min}.get(name[-4:]):
         return reduction(values)
     if name.removeprefix("critic/").startswith(UPDATE_PREFIXES):
@@ -159,6 +168,7 @@ def rollout_metrics(rollouts: Rollouts, step: int) -> dict[str, Any]:
             "completion/length_error": standard_error(lengths),
             "completion/truncated_error": standard_error(truncated),
         }
+    # The lag of a token is the number of steps between the push of its sampling weights and this step.
     versions, tokens = np.unique(rollouts.versions[rollouts.loss_mask], return_counts=True)
     versions, tokens = distributed.gather(versions, LOG_CHANNEL), distributed.gather(tokens, LOG_CHANNEL)
     if len(versions):
@@ -178,9 +188,9 @@ def standard_error(values: np.ndarray) -> float:
 def gather_by_name(numbers: dict[str, T]) -> dict[str, list[T]]:
     """Returns the values of all processes by name, in the order of the processes."""
     lists: dict[str, list[T]] = {}
-    for in_process in distributed.exchange(numbers, LOG_CHANNEL):
-        for name, x in in_process.items():
-            lists.setdefault(name, []).append(x)
+    for process_numbers in distributed.exchange(numbers, LOG_CHANNEL):
+        for name, number in process_numbers.items():
+            lists.setdefault(name, []).append(number)
     return lists
 
 
@@ -236,20 +246,18 @@ def source_metrics(samples: Samples) -> dict[str, Any]:
     """
     if not samples.prompts.sources:
         return {}
+    # A group is a pair: whether it has no signal, and its finite rewards.
     local_groups: dict[str, list[tuple[bool, list[float]]]] = {}
-    rows = zip(
-        samples.prompts.sources, samples.no_signal.tolist(), samples.wait_for_grades().rewards.total, strict=True
-    )
-    for name, teaches_nothing, rewards in rows:
-        local_groups.setdefault(name, []).append((teaches_nothing, rewards[np.isfinite(rewards)].tolist()))
+    rewards_of_groups = samples.wait_for_grades().rewards.total
+    rows = zip(samples.prompts.sources, samples.no_signal.tolist(), rewards_of_groups, strict=True)
+    for source, has_no_signal, rewards in rows:
+        local_groups.setdefault(source, []).append((has_no_signal, rewards[np.isfinite(rewards)].tolist()))
     groups = {name: list(chain(*lists)) for name, lists in gather_by_name(local_groups).items()}
-    size, record = sum(map(len, groups.values())), {}
+    group_count, record = sum(map(len, groups.values())), {}
     for name, pairs in groups.items():
-        no_signal_flags, rewards = (
-            [has_no_signal for has_no_signal, _ in pairs],
-            list(chain(*(rewards for _, rewards in pairs))),
-        )
-        record[f"source/{name}/share"] = len(pairs) / size
+        no_signal_flags = [has_no_signal for has_no_signal, _ in pairs]
+        rewards = list(chain(*(rewards for _, rewards in pairs)))
+        record[f"source/{name}/share"] = len(pairs) / group_count
         record[f"source/{name}/no_signal"] = np.mean(no_signal_flags)
         record |= {f"source/{name}/reward": np.mean(rewards)} if rewards else {}
     return record
@@ -269,21 +277,23 @@ def text_metrics(samples: Samples) -> dict[str, Any]:
     """
     tokens, mask = samples.rollouts.completions, samples.rollouts.loss_mask
     first_groups = slice(max(MAX_TEXTS // (tokens.shape[1] * distributed.count()), 1))  # groups of this process
+    # Each group becomes a list of its completions, of which each is the tokens of the policy without padding.
     groups = [
-        [row[real] for row, real in zip(*group, strict=True)]
-        for group in zip(tokens[first_groups], mask[first_groups], strict=True)
+        [completion[is_policy] for completion, is_policy in zip(group_tokens, group_mask, strict=True)]
+        for group_tokens, group_mask in zip(tokens[first_groups], mask[first_groups], strict=True)
     ]
-    all_text = "\n".join(
-        text for group in _policy_texts(samples.wait_for_grades())[first_groups] for text in group
-    ).encode()
+    texts = [text for group in _policy_texts(samples.wait_for_grades())[first_groups] for text in group]
+    all_text = "\n".join(texts).encode()
+    distinct_shares = [len({completion.tobytes() for completion in group}) / len(group) for group in groups]
+    repeated_shares = [repeated_share(completion) for group in groups for completion in group]
     local_metrics = {
-        "completion/distinct": np.mean([len({row.tobytes() for row in group}) / len(group) for group in groups]),
-        "completion/repeated": np.mean([repeated_share(row) for group in groups for row in group]),
-    } | ({"completion/compressed": len(zlib.compress(all_text)) / len(all_text)} if all_text else {})
-    return {
-        name: np.mean(values)
-        for name, values in gather_by_name({name: float(x) for name, x in local_metrics.items()}).items()
+        "completion/distinct": float(np.mean(distinct_shares)),
+        "completion/repeated": float(np.mean(repeated_shares)),
     }
+    if all_text:
+        local_metrics["completion/compressed"] = len(zlib.compress(all_text)) / len(all_text)
+    # The result is the mean over the processes.
+    return {name: np.mean(values) for name, values in gather_by_name(local_metrics).items()}
 
 
 def _policy_texts(graded: GradedCompletions) -> list[list[str]]:

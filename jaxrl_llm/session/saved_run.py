@@ -51,17 +51,15 @@ class SavedRun:
 
     def __init__(self, workdir: Path):
         check_local("--run", str(workdir))
-        path = bucket.address(workdir)
-        self._folder = (bucket.as_path(path) if path else workdir) / "checkpoints"
+        address = bucket.address(workdir)  # "" if the work directory is on a disk
+        self._folder = (bucket.as_path(address) if address else workdir) / "checkpoints"
         self.workdir = bucket.fetch_run(workdir)  # local folder with config and log
         self._log, self.config = self.workdir / "metrics.jsonl", config_of(self.workdir)
         if not checkpoint.has_checkpoint(self._folder):
-            raise UserError(f"{path or workdir} has no checkpoint yet: wait for the first one, or use another run")
+            raise UserError(f"{address or workdir} has no checkpoint yet: wait for the first one, or use another run")
         checkpoint.quieten_orbax()
-        options, folder = (
-            ocp.CheckpointManagerOptions(read_only=True),
-            self._folder if path else self._folder.absolute(),
-        )
+        options = ocp.CheckpointManagerOptions(read_only=True)
+        folder = self._folder if address else self._folder.absolute()
         handlers = {checkpoint.MODELS: ocp.PyTreeCheckpointHandler(), checkpoint.NOTES: ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
@@ -94,19 +92,21 @@ class SavedRun:
         make_shardings(shapes) -> shardings of the result; None to return NumPy arrays.
         """
         with checkpoint.reading(self._manager, step):
-            states = self._manager.item_metadata(step)[checkpoint.MODELS].tree
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
-        restored = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
+            saved_states = self._manager.item_metadata(step)[checkpoint.MODELS].tree
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), saved_states["policy"]["params"])
         if make_shardings:
-            restore_args = jax.tree.map(
+            policy_args = jax.tree.map(
                 lambda x, place: ocp.ArrayRestoreArgs(sharding=place, dtype=x.dtype), shapes, make_shardings(shapes)
             )
         else:
-            restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-        args = jax.tree.map(lambda _: ocp.RestoreArgs(), restored)
-        restored["policy"]["params"], args["policy"]["params"] = shapes, restore_args
-        items = {checkpoint.MODELS: ocp.args.PyTreeRestore(restored, restore_args=args)}
+            policy_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        # Only the parameters of the policy are read. Orbax skips the placeholders of all other arrays.
+        wanted = jax.tree.map(lambda _: ocp.PLACEHOLDER, saved_states)
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(), wanted)
+        wanted["policy"]["params"], restore_args["policy"]["params"] = shapes, policy_args
+        items = {checkpoint.MODELS: ocp.args.PyTreeRestore(wanted, restore_args=restore_args)}
         params = checkpoint.read(self._manager, step, items)[checkpoint.MODELS]["policy"]["params"]
+        # The checksums of these parameters are compared with those that the checkpoint holds.
         saved, prefix = checkpoint.read_notes(self._manager, step)["checksums"][checkpoint.MODELS], "policy/params/"
         checksums = {path.removeprefix(prefix): value for path, value in saved.items() if path.startswith(prefix)}
         checkpoint.check_unchanged(self._manager, step, params, checksums)
@@ -119,6 +119,7 @@ class SavedRun:
         """
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
         if not self.adapters:
+            # A checkpoint omits frozen parameters, such as a vision tower. They come from the base model.
             frozen_names = model.shapes.keys() - params.keys()
             frozen_params = (
                 hf.load_params(folder, model, mesh, learns=False, parts=frozen_names) if frozen_names else {}

@@ -132,7 +132,9 @@ class Session:
         If a rollback has been decided but not carried out, deletes the later checkpoints first.
         """
         decisions = self.rollbacks.read()
-        attempt, pending_decisions = len(decisions), decisions[self.checkpoints.attempt() :]
+        attempt = len(decisions)
+        # The newest checkpoint knows how many decisions had been carried out when it was saved.
+        pending_decisions = decisions[self.checkpoints.attempt() :]
         for decision in pending_decisions:
             self.checkpoints.go_back(decision.to)
         with progress.task("reading the checkpoint"):
@@ -185,18 +187,18 @@ class Session:
         """
         action, step, finding = self.health.judge(records or self.log.last_records())
         if finding and action == "stop":
-            latest = self.checkpoints.latest()
-            raise StoppedByHealth(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
+            newest_checkpoint = self.checkpoints.latest()
+            raise StoppedByHealth(
+                f"step {step}: {finding.evidence}, because {finding.cause}; {newest_checkpoint}: {finding.fix}"
+            )
         if finding and action == "roll back":
             self.trainer.wait_until_idle()  # because the states are dropped below
             limit, saved_steps = self.plan.most_rollbacks, self.checkpoints.steps()
             with self.stop.deferred():  # a signal after the decision must not save these states
                 decision = self.rollbacks.decide(step, finding.record(), saved_steps, limit)
-                self.run_state.states, self.run_state.saved_step, self.run_state.unwritten_record = (
-                    {},
-                    self.run_state.step,
-                    None,
-                )
+                # The bad state is dropped and counts as saved, so that an early end of the run saves nothing.
+                self.run_state.states, self.run_state.saved_step = {}, self.run_state.step
+                self.run_state.unwritten_record = None
             self.log.print_line(f"    health {finding.line()}")
             self.log.print_line(
                 f"    rollback {self.run_state.attempt + 1} of at most {limit}: back to step {decision.to}"
@@ -216,7 +218,7 @@ class Session:
         is_best = self.checkpoints.is_best(record.evaluation.get("eval/accuracy"))
         is_last_step = record.step == self.plan.steps or self.stagnates()
         is_save_due = record.step % self.plan.checkpoint.every == 0 or is_best or is_last_step
-        # The health rules judge before the save, because a bad state must not replace a good checkpoint.
+        # The health rules judge the step before it is saved, because a bad state must not replace a good checkpoint.
         must_roll_back = is_save_due and self.judge(self.log.finish())
         if is_save_due and not must_roll_back:
             with self.stop.deferred():

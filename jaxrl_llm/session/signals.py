@@ -18,7 +18,9 @@ from jaxrl_llm.errors import UserError, report
 from jaxrl_llm.machine import distributed
 
 PREEMPTION_SECONDS = 30.0  # time from the signal to the shutdown of a machine that a cloud preempts
+# Signals that end a run early, with the names that its last line shows.
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the closed terminal"}
+# Exceptions that leave a run in the caller's process early, with the names that its last line shows.
 ERRORS = {"GeneratorExit": "the end of the caller's loop", "KeyboardInterrupt": "Ctrl-C"}
 
 
@@ -124,16 +126,19 @@ class StopSignals(Stop):
         return super().ending_text()
 
     def _acquire_state_lock(self) -> None:
+        """Waits until no other thread may change or save the run's state. Never returns if a signal ends the run."""
         if self.name:
             Event().wait()  # waits forever, because the other thread ends the process
         self._state_lock.acquire()
 
     def _on_signal(self, number: int) -> None:
+        """Starts to end the run at the first signal. A second signal exits at once. `SignalReader` calls it."""
         if self.name:
             _exit(128 + number)
         self._signal_time = time.monotonic()
         self.name = NAMES[signal.Signals(number)]
         hint = f"{self.name}: the run saves a checkpoint and ends; a second signal ends it now"
+        # The hint appears only if the end of the run takes longer than a second.
         self._hint = Timer(1.0, _print_line, [hint])
         self._hint.daemon = True
         self._hint.start()
@@ -176,6 +181,7 @@ class AgreedSignals(Stop):
         self._received.close()
 
     def _on_signal(self, number: int) -> None:
+        """Notes the first signal for the next `check`. A second signal exits at once."""
         if self.name:
             _exit(128 + number)
         self.name, self._signal_time = NAMES[signal.Signals(number)], time.monotonic()
@@ -241,14 +247,16 @@ class SaveOnInterrupt(Stop):
             self._raise(number, None)
 
     def _remember(self, number: int, frame: object) -> None:
+        """Handles a signal in a block of `deferred`, at whose end the signal interrupts the run."""
         self._pending = number
 
     def _raise(self, number: int, frame: object) -> NoReturn:
+        """Handles a signal outside of the blocks of `deferred`: interrupts the run."""
         self.name = NAMES[signal.Signals(number)]
         raise KeyboardInterrupt(self.name)
 
 
-Handler: TypeAlias = Callable[[int, Any], Any]
+Handler: TypeAlias = Callable[[int, Any], Any]  # called with the number of the signal and the current stack frame
 
 
 def stop_signals(resources: ExitStack, signals: bool, command: bool) -> StopSignals | AgreedSignals | SaveOnInterrupt:
@@ -263,13 +271,14 @@ def stop_signals(resources: ExitStack, signals: bool, command: bool) -> StopSign
 
 def _set_handlers(numbers: Iterable[int], handler: Handler) -> dict[int, Any]:
     """Sets the handler of these signals and returns the previous handlers. Ignored signals stay ignored."""
-    if current_thread() is not main_thread():  # Python handles signals only there
+    if current_thread() is not main_thread():  # Python sets signal handlers only in the main thread
         return {}
     changeable = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     return {number: signal.signal(number, handler) for number in changeable}
 
 
 def _restore(handlers: dict[int, Any]) -> None:
+    """Sets the handlers that `_set_handlers` returned."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

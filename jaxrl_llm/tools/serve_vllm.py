@@ -32,10 +32,10 @@ import httpx
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, UNIX, check_python, client, is_private
 
-ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # arguments of this command that vLLM must not get
-# With these arguments, a server ignores generation_config.json and samples with the settings of each request. The
-# log-probabilities are those of the sampled distribution, after temperature and top-p.
-FIXED = (
+OWN_ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # arguments of this command that vLLM must not get
+# Arguments that vLLM always gets. With them, a server ignores generation_config.json and samples with the settings of
+# each request. The log-probabilities are those of the sampled distribution, after temperature and top-p.
+VLLM_ARGUMENTS = (
     "--served-model-name",
     "policy",
     "--generation-config",
@@ -51,21 +51,24 @@ FIXED = (
 )
 # `python -m MODULE` would import the API server in each process that vLLM starts.
 LAUNCHER = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+# Environment variables of vLLM that weight pushes need, so that the user cannot override them.
 ENVIRONMENT = dict(
     VLLM_SERVER_DEV_MODE="1",  # adds the route for weight pushes
     VLLM_NO_USAGE_STATS="1",
 )
+# Environment variables of vLLM that make it usable on a CPU beside a trainer. The user can override them.
 CPU_ENVIRONMENT = dict(
     VLLM_CPU_KVCACHE_SPACE="1",  # GiB; the default is a share of all memory
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may use the same cores
     # Without a folder that stays, vLLM would compile for 15 s at each start.
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),
 )
-# Names of vLLM's files in shared memory. The trainer's weight file, which may be there too, has another name.
-SHM, SHARED = Path("/dev/shm"), re.compile(r"psm_|sem\.|vllm_|__KMP_")
-TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
+# Folder of the shared memory, and beginnings of the names of vLLM's files in it. The weight file of the trainer, which
+# may be in the folder too, has another name.
+SHM, SHARED_NAMES = Path("/dev/shm"), re.compile(r"psm_|sem\.|vllm_|__KMP_")
+TERMINATE_SECONDS, KILL_SECONDS = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
 WAITS = (1.0, 60.0)  # first and longest wait after a failed start in seconds; each failure doubles the wait
-STOPS = (signal.SIGTERM, signal.SIGINT)  # signals that stop this command
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # signals that stop this command
 HEALTH_SECONDS = 5.0  # seconds between two health checks, and timeout of a check
 LOG = 2**26  # largest size of the log in bytes; older lines go to FILE.1, and then are dropped
 
@@ -130,7 +133,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         *address,
         "--dtype",
         args.dtype,
-        *FIXED,
+        *VLLM_ARGUMENTS,
         *(("--max-model-len", str(args.max_model_len)) if args.max_model_len else ()),
         *extra,
     ]
@@ -155,7 +158,7 @@ def write_log(process: subprocess.Popen[bytes], log: Path) -> threading.Thread:
     logging.raiseExceptions = False
     handler = RotatingFileHandler(log, maxBytes=LOG, backupCount=1, encoding="utf-8")
     # The log is copied and truncated, not renamed, because this program's output may be appended to the same file.
-    handler.rotator = _cut
+    handler.rotator = _rotate_log
 
     def write() -> None:
         with output:
@@ -168,17 +171,18 @@ def write_log(process: subprocess.Popen[bytes], log: Path) -> threading.Thread:
     return thread
 
 
-def _cut(log: str, older: str) -> None:
+def _rotate_log(log: str, older: str) -> None:
     """Moves the content of a log to the file `older`."""
     shutil.copyfile(log, older)
     os.truncate(log, 0)
 
 
-def guard(process: subprocess.Popen[bytes], uds: Path | None) -> subprocess.Popen[bytes]:
+def start_guard(process: subprocess.Popen[bytes], uds: Path | None) -> subprocess.Popen[bytes]:
     """Starts a guard process that ends vLLM when this process has ended, even by kill -9.
 
     The guard's standard input closes at this process's end. uds: socket that the guard removes, None for a port.
     """
+    # The guard reads until its standard input closes. Then it ends vLLM's process group and removes the socket.
     code = "import sys; from jaxrl_llm.tools import serve_vllm as s; sys.stdin.read(); s.end(int(sys.argv[1])); "
     code += "[s.remove_socket(s.Path(uds)) for uds in sys.argv[2:]]"
     command = [sys.executable, "-c", code, str(process.pid), *([str(uds)] if uds else [])]
@@ -194,7 +198,7 @@ def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Itera
         # Signals are delayed, because a signal between the two starts would leave vLLM without a guard.
         with undisturbed():
             process = start(args, extra, temporary)
-            watchdog = guard(process, args.uds)
+            watchdog = start_guard(process, args.uds)
         yield VllmProcess(process, write_log(process, args.log), shared_files)
     finally:
         if process:
@@ -219,7 +223,7 @@ def wait(server: VllmProcess, http: httpx.Client, log: Path) -> None:
                 return
         if server.process.poll() is not None:
             # The thread is joined, because the last lines of the log, which have the reason, may not be written yet.
-            server.writes.join(KILLED)
+            server.writes.join(KILL_SECONDS)
             reason = last_error(log.read_text(errors="replace"))
             raise UserError(f"vLLM did not start ({reason}): read {log}, and correct the arguments")
         time.sleep(0.25)
@@ -228,9 +232,13 @@ def wait(server: VllmProcess, http: httpx.Client, log: Path) -> None:
 def last_error(log: str) -> str:
     """Returns the last error in a log, which may be one of vLLM's command line; "" if the log has none."""
     lines = log.splitlines()
-    numbers = [i for i, line in enumerate(lines) if "Error" in line or ": error: " in line][-1:]
-    # The next line is added for errors of pydantic, which have the reason there.
-    return " ".join(part.strip() for i in numbers for part in lines[i : i + 1 + ("validation error" in lines[i])])[:300]
+    error_indices = [i for i, line in enumerate(lines) if "Error" in line or ": error: " in line]
+    if not error_indices:
+        return ""
+    start = error_indices[-1]
+    # An error of pydantic, a "validation error", has its reason in the next line, which is added.
+    line_count = 2 if "validation error" in lines[start] else 1
+    return " ".join(line.strip() for line in lines[start : start + line_count])[:300]
 
 
 def wait_for_the_end(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
@@ -252,12 +260,13 @@ def wait_for_the_end(process: subprocess.Popen[bytes], http: httpx.Client) -> No
 def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[Path] = ()) -> None:
     """Ends a whole process group with SIGTERM, then SIGKILL, and removes its files in shared memory.
 
-    reap: function that waits for a child in the group; files: further files to remove, of processes that have ended.
+    group: process id of vLLM, which is also the id of its group; reap: function that waits for a child in the group;
+    files: further files to remove, of processes that have ended.
     """
-    # The whole group is ended, because vLLM's workers survive if only the server is killed.
+    # The whole group is ended, because vLLM's worker processes survive if only the server is killed.
     shared_files = {*files, *shared_memory(group)}
     with suppress(ProcessLookupError):  # the group is empty
-        for number, seconds in ((signal.SIGTERM, TERMINATE), (signal.SIGKILL, KILLED)):
+        for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
             os.killpg(group, number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
@@ -266,7 +275,7 @@ def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[P
                 # The files are listed repeatedly, because workers map files until they end, and /proc does not list
                 # them afterwards.
                 shared_files |= shared_memory(group)
-                os.killpg(group, 0)
+                os.killpg(group, 0)  # sends no signal, but raises ProcessLookupError if the group is empty
                 time.sleep(0.1)
     for file in shared_files:
         file.unlink(missing_ok=True)
@@ -279,27 +288,30 @@ def shared_memory(group: int) -> set[Path]:
     for process in Path("/proc").glob("[0-9]*"):
         # A process may end, or belong to another user, while /proc is read.
         with suppress(OSError, IndexError):
-            if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                lines = map(str.split, (process / "maps").read_text().splitlines())
-                inodes |= {int(line[4]) for line in lines if line[5:] and line[5].startswith(f"{SHM}/")}
+            fields_after_name = (process / "stat").read_text().rpartition(")")[2].split()
+            process_group = int(fields_after_name[2])
+            if process_group == group:
+                # A line of `maps` describes mapped memory. Its fields 4 and 5 are the inode and the path of the file.
+                mappings = map(str.split, (process / "maps").read_text().splitlines())
+                inodes |= {int(line[4]) for line in mappings if line[5:] and line[5].startswith(f"{SHM}/")}
     files = set()
     for file in SHM.glob("*"):
         with suppress(OSError):
-            if SHARED.match(file.name) and file.stat().st_ino in inodes:
+            if SHARED_NAMES.match(file.name) and file.stat().st_ino in inodes:
                 files.add(file)
     return files
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Delays stop signals until the end of the block."""
+    """Delays the signals that stop this command until the end of the block."""
     signals: list[object] = []
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *arguments: signals.append(arguments))
     try:
         yield
     finally:
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, _end)
         if signals:
             _end()
@@ -308,7 +320,7 @@ def undisturbed() -> Iterator[None]:
 def _end(*_: object) -> None:
     """Ends this program by SystemExit, whose `finally` blocks end vLLM."""
     # Further signals are ignored, because they would interrupt these blocks.
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit(0)
 
@@ -324,7 +336,8 @@ def _end_at_eof() -> None:
 def main() -> None:
     """Starts vLLM, restarts it when its engine dies, and ends with it."""
     argv = sys.argv[1:]
-    cut = argv.index("--") if "--" in argv else len(argv)
+    # Arguments after the first "--" are vLLM's own.
+    own_count = argv.index("--") if "--" in argv else len(argv)
     parser = Parser("jaxrl_llm.tools.serve_vllm", description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id")
     parser.add_argument("--python", default=sys.executable, help="Python of vLLM's environment (default: this Python)")
@@ -343,9 +356,9 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="file of the log (default: %(default)s)")
     parser.add_argument("--public", action="store_true", help="allow an address that other machines can reach")
     parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
-    args = parser.parse_args(argv[:cut])
-    extra = argv[cut + 1 :]
-    if misplaced := [word for word in extra if word.split("=")[0] in ARGUMENTS]:
+    args = parser.parse_args(argv[:own_count])
+    extra = argv[own_count + 1 :]
+    if misplaced := [word for word in extra if word.split("=")[0] in OWN_ARGUMENTS]:
         raise UserError(f"{misplaced[0]} must be before the --, because it is an argument of serve-vllm")
     if args.host not in LOOPBACK and not args.public:
         raise UserError(
@@ -355,7 +368,7 @@ def main() -> None:
     check_python(args.python, "--python")
     if not args.uds:
         check_port(args.host, args.port)
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, _end)
     if args.with_parent:
         threading.Thread(target=_end_at_eof, daemon=True).start()
@@ -371,20 +384,22 @@ def serve(args: argparse.Namespace, extra: list[str], temporary: str) -> None:
     # vLLM is not restarted before its first answer, because it then has a wrong argument or lacks a file.
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     address = f"{UNIX}{args.uds}" if args.uds else url
-    guarded = "" if args.uds else "; each user of this machine may replace its weights: --uds PATH is for you alone"
-    answered, pause = False, WAITS[0]
+    access_note = ""
+    if not args.uds:
+        access_note = "; each user of this machine may replace its weights: --uds PATH is for you alone"
+    has_answered, pause = False, WAITS[0]
     while True:
         try:
             with running(args, extra, temporary) as server, client(address, timeout=HEALTH_SECONDS) as http:
                 wait(server, http, args.log)
-                answered, pause = True, WAITS[0]
+                has_answered, pause = True, WAITS[0]
                 # The files are listed while the engine lives, because /proc no longer lists them after a crash.
                 server.shared_files.update(shared_memory(server.process.pid))
-                print(f"vLLM answers at {address}; its log is {args.log}{guarded}", flush=True)
+                print(f"vLLM answers at {address}; its log is {args.log}{access_note}", flush=True)
                 wait_for_the_end(server.process, http)
             print(f"vLLM ended with exit code {server.process.returncode}: restarting it", flush=True)
         except UserError as error:
-            if not answered:
+            if not has_answered:
                 raise
             print(f"{error}; restarting vLLM in {pause:g} s", flush=True)
             time.sleep(pause)
