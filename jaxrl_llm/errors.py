@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+# Folders of Python and of installed packages, whose code is not the user's.
 INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     *site.getsitepackages(),
@@ -123,15 +124,15 @@ def report(error: BaseException) -> int:
         print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return 1
     lines, code = list[str](), error.exit_code
-    link: BaseException | None = error  # the loop follows the chain of errors from the last one to the first
-    while link:
-        line = f"error: {' '.join(str(link).split())}"
-        if isinstance(link, UserError) and line not in lines:
+    current: BaseException | None = error  # the loop follows the chain of errors from the last one to the first
+    while current:
+        line = f"error: {' '.join(str(current).split())}"
+        if isinstance(current, UserError) and line not in lines:
             lines.insert(0, line)
-            code = link.exit_code
+            code = current.exit_code
         # Only `raise ... from None` ends the chain.
-        is_chain_cut = link.__suppress_context__ and not link.__cause__
-        link = None if is_chain_cut else link.__context__
+        is_chain_cut = current.__suppress_context__ and not current.__cause__
+        current = None if is_chain_cut else current.__context__
     print(printable("\n".join(lines)), file=sys.stderr)
     return code
 
@@ -193,6 +194,7 @@ def printable(text: str) -> str:
 
 
 def _escape(character: str) -> str:
+    """Returns a visible character, a newline, a tab or a space as it is, and any other character as an escape."""
     if character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs":
         return character
     return character.encode("unicode_escape").decode()

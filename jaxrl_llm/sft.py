@@ -134,6 +134,7 @@ def build(
 
 def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session, SftParts]:
     """Builds a run of `sft`; an example is a prompt with one completion, or with a pair. Raises: UserError."""
+    # The examples are tokenized once. A row whose completion exceeds the limit has an empty answer, and is not trained.
     inputs = load(work_directory, recipe, partial(find_model, work_directory, recipe))
     tokenizer, length = inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length, inputs.stop_ids)
@@ -147,6 +148,7 @@ def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session,
     rows = np.arange(recipe.prompts_per_step, dtype=np.int32)
     export = partial(inputs.export, work_directory, learning.learners["policy"])
     parts = SftParts(examples, learning, rows, make_evaluate(work_directory, recipe, inputs, learning), export)
+    # The banner counts what the run does not learn from, because nothing may be dropped silently.
     banner_rows = [("over-long completions dropped", len(answers) - len(trained_rows))]
     if equal_pairs := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in trained_rows):
         banner_rows.append(("pairs of equal completions, which have no gradient", equal_pairs))
@@ -178,14 +180,14 @@ def make_learning(
 
     params() -> initial parameters of the policy. base: frozen parameters under adapters, None if all parameters learn.
     """
-    mesh, needed, at_once = models.mesh, recipe.loss_columns, recipe.sizes.at_once
+    mesh, needed_columns, microbatch = models.mesh, recipe.loss_columns, recipe.sizes.at_once
     trained_parameters = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model, Sampling(), mesh, needed, microbatch=at_once, exact=False, base=trained_parameters.base
+        models.model, Sampling(), mesh, needed_columns, microbatch=microbatch, exact=False, base=trained_parameters.base
     )
     objective = update.policy_objective(models.model, recipe.loss, Sampling())
     policy = policy_learner(recipe, mesh, objective, trained_parameters)
-    reference = make_reference(models, policy, trained_parameters, None) if "ref_logprobs" in needed else None
+    reference = make_reference(models, policy, trained_parameters, None) if "ref_logprobs" in needed_columns else None
     return SupervisedLearning(
         mesh=mesh, scorers=scorers, learners={"policy": policy}, reference=reference, shape_cache=shape_cache
     )
@@ -205,11 +207,13 @@ def make_evaluate(
 ) -> Callable[[States], dict[str, float]]:
     """Returns evaluate(states) -> metrics of all evaluation sets.
 
+    A set of preference pairs is evaluated by comparing completions, and any other set by sampling from the policy.
     Raises: UserError, if a held-out completion of a pair is longer than config.rollout.max_completion_tokens.
     """
-    compared = [section for section, problems in recipe.eval_sets.items() if not problems.functions]
-    evaluations = [make_pair_evaluation(recipe, inputs, learning, section) for section in compared]
-    if len(compared) < len(recipe.eval_sets):
+    # A set without a reward function holds preference pairs.
+    pair_sections = [section for section, problems in recipe.eval_sets.items() if not problems.functions]
+    evaluations = [make_pair_evaluation(recipe, inputs, learning, section) for section in pair_sections]
+    if len(pair_sections) < len(recipe.eval_sets):
         evaluations.append(make_sampled_evaluation(work_directory, recipe, inputs, learning))
     return lambda states: dict(chain(*(evaluate(states).items() for evaluate in evaluations)))
 
@@ -246,28 +250,29 @@ def make_pair_evaluation(
     """
     dataset, tokenizer, length = inputs.held_out[section], inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(dataset, tokenizer, recipe.data, length, inputs.stop_ids)
-    if () in answers:
+    if () in answers:  # the empty answer stands for a completion that is too long
         raise UserError(
             f"config.{section}.source: a completion of row {dataset.numbers[answers.index(())]} is longer than "
             f"config.rollout.max_completion_tokens = {length}: raise the limit, or remove the row"
         )
-    count, size = len(answers), recipe.prompts_per_step
+    pair_count, batch_size = len(answers), recipe.prompts_per_step
     pad_id = tokenizer.pad_token_id
-    collate = partial(make_batch, dataset, answers, kept_rows=range(count), length=length, pad_id=pad_id)
+    collate = partial(make_batch, dataset, answers, kept_rows=range(pair_count), length=length, pad_id=pad_id)
     logprobs_of = forward.make_logprob_fn(inputs.models.model, Sampling(), learning.mesh, recipe.sizes.at_once)
     preferred = jax.jit(partial(count_preferred, recipe.loss))
 
     def evaluate(states: States) -> dict[str, float]:
         params, correct_pairs = learning.policy(states), 0
-        with progress.task("evaluating pairs", count) as progress_bar:
-            for start in range(0, count, size):
+        with progress.task("evaluating pairs", pair_count) as progress_bar:
+            for start in range(0, pair_count, batch_size):
                 # All batches have the same shape, so copies of the last pair fill the last batch. They do not count.
-                rows = [min(i, count - 1) for i in range(start, start + size)]
-                batch = transfers.shard_batch(collate(rows[distributed.part(size)]), learning.mesh)
+                rows = [min(i, pair_count - 1) for i in range(start, start + batch_size)]
+                counted_pairs = min(batch_size, pair_count - start)
+                batch = transfers.shard_batch(collate(rows[distributed.part(batch_size)]), learning.mesh)
                 batch = learning.scored(states, batch)
-                correct_pairs += int(preferred(logprobs_of(params, batch), batch, min(size, count - start)))
-                progress_bar.advance(min(size, count - start))
-        return metrics_of(section, correct_pairs / count, count)
+                correct_pairs += int(preferred(logprobs_of(params, batch), batch, counted_pairs))
+                progress_bar.advance(counted_pairs)
+        return metrics_of(section, correct_pairs / pair_count, pair_count)
 
     return evaluate
 

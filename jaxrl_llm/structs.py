@@ -206,7 +206,8 @@ class Tree:
     """Structure of completions whose tokens form a tree, because several branches share their beginnings.
 
     The calls of an agent make such completions. A completion lists the nodes of its tree depth first, each token
-    once. A token sees the prompt and the tokens on the path to it. Its position is the number of prompt tokens plus its depth.
+    once. A token sees the prompt and the tokens on the path to it. Its position is the number of prompt tokens plus
+    its depth.
     """
 
     previous: AnyArray  # [B, G, C] int32, index in its completion of the token before each token; -1: the prompt's end

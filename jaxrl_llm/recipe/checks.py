@@ -60,7 +60,7 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
                 f"{recipe.num_steps}, because the policy learns only after the warm-up of the critic"
             )
         check_schedule(recipe, critic.optim, "critic.optim")
-    # Deriving totals and warm-ups refuses a warm-up that is given both in steps and as a ratio.
+    # These two calls raise a UserError if a warm-up is set both in steps and as a ratio.
     recipe.sizes.totals()
     recipe.warmups()
 
@@ -109,7 +109,7 @@ def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
             f"{4 * tower.num_heads}, four times num_heads, because rows and columns each rotate pairs of a head's "
             "numbers"
         )
-    # Deriving totals and warm-ups refuses a warm-up that is given both in steps and as a ratio.
+    # These two calls raise a UserError if a warm-up is set both in steps and as a ratio.
     recipe.sizes.totals()
     recipe.warmups()
 
@@ -127,6 +127,7 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
             f"config.microbatch = {recipe.microbatch} must divide the {prompts_per_update} prompts of an optimizer "
             "step, or be 0 for all of them at once"
         )
+    # The loss is summed over tokens, and divided by a length that only mode "constant" takes from the config.
     mode, constant_length = recipe.aggregate.mode, recipe.aggregate.constant_length
     if mode == "constant" and not constant_length:
         raise UserError(

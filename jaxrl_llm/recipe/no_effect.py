@@ -16,6 +16,7 @@ def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
     """
     importance, advantage = recipe.importance, f"advantage {recipe.advantage.name!r}"
     action = importance.action
+    # Importance weights have no effect if they are off, or if the policy itself samples, so that all weights are 1.
     if action == "none" or recipe.exact or (action == "auto" and recipe.own_samples):
         allowed: dict[str, Any] = {"importance.level": "token", "importance.high": 2.0}
         if action == "none":
@@ -41,9 +42,10 @@ def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
         refuse(fields, {"host_memory.reference": False}, reason)
     if not recipe.estimator.uses_penalties:
         refuse(fields, {"reward.overlong_tokens": 0}, f"{advantage} ignores penalties")
-    single = recipe.group_size == 1
-    if single or not recipe.estimator.needs_reward:
-        reason = "config.group_size = 1, so that no group has a signal" if single else f"{advantage} uses no reward"
+    has_one_completion = recipe.group_size == 1
+    if has_one_completion or not recipe.estimator.needs_reward:
+        no_signal = "config.group_size = 1, so that no group has a signal"
+        reason = no_signal if has_one_completion else f"{advantage} uses no reward"
         refuse(fields, {"rollout.resample_rounds": 0, "data.curriculum.skip": None}, reason)
 
 

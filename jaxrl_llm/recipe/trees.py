@@ -9,10 +9,8 @@ from jaxrl_llm.recipe.recipe import Recipe
 
 def check_trees(recipe: Recipe) -> None:
     """Checks that no setting needs completions whose tokens all follow each other."""
-    advantage, reason = (
-        recipe.advantage,
-        "the calls of an agent form a tree, in which several tokens may follow a token",
-    )
+    advantage = recipe.advantage
+    reason = "the calls of an agent form a tree, in which several tokens may follow a token"
     if Trait.NEEDS_CHAINS in traits_of(advantage.function):
         raise UserError(
             f"config.advantage.name = {advantage.name!r} passes rewards back from the next token of a completion, but "

@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import bucket
 from jaxrl_llm.session.lock import LOCK, POLL, RENEW, STALE
 
-FIELD = "--workdir"
+FIELD = "--workdir"  # argument that errors name
 
 
 class BucketLock:
@@ -47,9 +47,9 @@ class BucketLock:
                 if self._claim_number(number + 1):
                     break
                 continue
-            if owner["host"] == host_name() or (
-                watched_owner and owner["token"] == watched_owner["token"] and owner != watched_owner
-            ):
+            # An owner that has renewed its claim since the last reading is running, and so is an owner on this host.
+            has_renewed = watched_owner and owner["token"] == watched_owner["token"] and owner != watched_owner
+            if owner["host"] == host_name() or has_renewed:
                 raise UserError(
                     f"{FIELD} {self._path} is in use by {_describe_owner(owner)}: wait until that run ends, or use "
                     f"another {FIELD}; if that process no longer exists, remove the objects {self._path}/{LOCK}/*"
@@ -67,6 +67,7 @@ class BucketLock:
                 f"note: {self._path}/{LOCK} was of {_describe_owner(owner)}, which has ended or is lost: taken",
                 flush=True,
             )
+        # Lower claims no longer count, so their objects are removed.
         for name, _ in self._claims()[:-1]:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(name)

@@ -28,12 +28,9 @@ class Health:
 
     def __init__(self, workdir: Path, settings: HealthSettings, show_finding: Callable[[int, Finding], None]):
         """show_finding(step, finding): shows a finding on the console and in the loggers."""
-        self._workdir, self._file, self._bounds, self._show_finding = (
-            workdir,
-            workdir / "health.jsonl",
-            vars(settings),
-            show_finding,
-        )
+        self._workdir, self._file = workdir, workdir / "health.jsonl"
+        self._bounds, self._show_finding = vars(settings), show_finding
+        # {name of a health rule: what its finding makes the run do}; findings of all other rules are only shown.
         self._actions = dict.fromkeys(settings.stop, "stop")
         if settings.rollback:
             self._actions |= dict.fromkeys(settings.rollback.rules, "roll back")

@@ -20,7 +20,8 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.session import changes
 
 POINTS = 20  # maximum number of rows in the table of measurements
-COLUMNS = {  # metric -> (heading, format) of the table's columns after the accuracies
+# Columns of the table of measurements after the accuracies: metric -> (heading, format).
+COLUMNS = {
     "reward/mean": ("reward", ".3f"),
     "loss/sft": ("loss", ".4f"),
     "completion/length": ("completion tokens", ".1f"),
@@ -47,6 +48,7 @@ def card(workdir: Path, config: Mapping[str, Any], input_hashes: Mapping[str, st
     ]
     last_step = records[-1]["step"] if records else 0
     fields = flatten(config)
+    # The card has metadata for a hub, a sentence on the model, and sections on measurements, data, code and config.
     name, (algorithm, *tags) = workdir.resolve().name, _algorithm(fields)
     commit = _commit()
     trainer = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
@@ -109,34 +111,41 @@ def _curve(records: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> s
 
     If there are more than POINTS rows, the table shows POINTS of them at equal distances.
     """
-    shown_records = [r for r in records if r.get("eval/accuracy") is not None] or list(records)
+    evaluated = [record for record in records if record.get("eval/accuracy") is not None]
+    shown_records = evaluated or list(records)
     if len(shown_records) > POINTS:
-        shown_records = [shown_records[round(i * (len(shown_records) - 1) / (POINTS - 1))] for i in range(POINTS)]
+        distance = (len(shown_records) - 1) / (POINTS - 1)
+        shown_records = [shown_records[round(i * distance)] for i in range(POINTS)]
     accuracies = {metric: f"accuracy {set_name(section)}".rstrip() for section, metric in accuracies_of(fields).items()}
     columns = {metric: (heading, ".1%") for metric, heading in accuracies.items()} | COLUMNS
-    names = [name for name in columns if any(r.get(name) is not None for r in shown_records)]
-    if not names:
+    # A column is shown if at least one of the shown records has its metric.
+    shown_columns = {
+        metric: column
+        for metric, column in columns.items()
+        if any(record.get(metric) is not None for record in shown_records)
+    }
+    if not shown_columns:
         return "Nothing was measured."
-    headings = ["step", *(columns[name][0] for name in names)]
-    rows = [
-        [f"{r['step']:,}", *("" if r.get(name) is None else format(r[name], columns[name][1]) for name in names)]
-        for r in shown_records
-    ]
+    headings = ["step", *(heading for heading, _ in shown_columns.values())]
+    rows: list[list[str]] = []
+    for record in shown_records:
+        values = [(record.get(metric), number_format) for metric, (_, number_format) in shown_columns.items()]
+        texts = ["" if value is None else format(value, number_format) for value, number_format in values]
+        rows.append([f"{record['step']:,}", *texts])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *rows])
 
 
 def _data(fields: Mapping[str, Any], input_hashes: Mapping[str, str], accepted: Sequence[changes.Change]) -> str:
     """Returns the lines about the data: sources and hashes of training and evaluation, and accepted changes."""
     lines = []
+    # Each section of the config that names rows, with what the run does with the rows.
     uses = {section: f"evaluation {set_name(section)}".rstrip() for section in accuracies_of(fields)}
     for section, use in {"data": "training", **uses}.items():
         source, convert = _without_home(fields[f"{section}.source"]), fields[f"{section}.convert"]
         digest = input_hashes.get(f"{section}.source")
-        lines.append(
-            f"- {use}: `{source}`"
-            + (f", converted by `{convert}`" if convert else "")
-            + (f", SHA-256 `{digest}`" if digest else "")
-        )
+        convert_text = f", converted by `{convert}`" if convert else ""
+        digest_text = f", SHA-256 `{digest}`" if digest else ""
+        lines.append(f"- {use}: `{source}`{convert_text}{digest_text}")
     for change in accepted:
         description = "changed" if change.field.startswith(changes.CODE) else "had other rows"
         lines.append(

@@ -17,6 +17,7 @@ from jaxrl_llm.errors import StoppedByHealth
 from jaxrl_llm.health.history import RECENT_STEPS
 from jaxrl_llm.machine import disk, distributed
 
+# Logs that each rollback copies, because the run then rewrites the records of the repeated steps.
 LOGS = ("metrics.jsonl", "completions.jsonl", "health.jsonl")
 
 

@@ -124,6 +124,7 @@ class RunBucket(RunFolder):
             raise UserError(message) from None
 
     def _clear(self) -> None:
+        """Empties the local folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
@@ -132,7 +133,9 @@ class RunBucket(RunFolder):
         with bucket.bucket_errors(FIELD, self.name):
             self._clear()
             if not self.config():
-                names = {about["name"].rstrip("/").rpartition("/")[2] for about in self._fs.ls(self.name, detail=True)}
+                entries = self._fs.ls(self.name, detail=True)
+                names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in entries}
+                # The bucket may hold the lock of this run, and an object for the folder itself.
                 if names - {"lock", ""}:
                     raise UserError(
                         f"{FIELD} {self.name} is not empty and has no config.json of a run: use a new folder, or "
@@ -171,8 +174,8 @@ class RunBucket(RunFolder):
         self.check_lock()
         target, is_config = f"{self.name}/{name}", lambda file: str(file).endswith("config.json")
         with bucket.bucket_errors(FIELD, self.name), progress.task(f"copying the folder {name}"):
-            old = self._fs.find(target) if self._fs.exists(target) else []
-            for file in sorted(old, key=is_config, reverse=True):
+            old_files = self._fs.find(target) if self._fs.exists(target) else []
+            for file in sorted(old_files, key=is_config, reverse=True):
                 self._fs.rm_file(file)
             for file in sorted((self.folder / name).iterdir(), key=is_config):
                 self._fs.put_file(str(file), f"{target}/{file.name}")
@@ -185,5 +188,6 @@ def store_of(workdir: Path) -> RunFolder:
 
 
 def _state(file: Path) -> tuple[int, int]:
-    about = file.stat()
-    return about.st_size, about.st_mtime_ns
+    """Returns size and modification time of a file, which show whether it has changed since its upload."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns

@@ -123,13 +123,16 @@ def to_arrays(samples: Samples) -> dict[str, Any]:
         "reward_metrics": graded.metrics,
     }
     arrays = {"numbers": samples.prompts.numbers, "completion_mask": mask, "truncated": rollouts.truncated}
-    names = PER_TOKEN if rollouts.turn_numbers is None else PER_TOKEN + TURNS
-    arrays |= {name: getattr(rollouts, name)[mask] for name in names}
+    # A mask [B, G, C] selects the real tokens, so these arrays have one dimension.
+    token_fields = PER_TOKEN if rollouts.turn_numbers is None else PER_TOKEN + TURNS
+    arrays |= {name: getattr(rollouts, name)[mask] for name in token_fields}
     arrays |= {f"tree/{name}": x[mask] for name, x in vars(rollouts.tree).items()} if rollouts.tree else {}
     arrays |= {f"episodes/{name}": x for name, x in rollouts.episodes.items()}
     arrays |= {f"channels/{name}": x for name, x in rewards.channels.items()}
-    plain = {name: x for name, x in vars(rewards).items() if name not in ("channels", *TURNS) and x is not None}
-    return arrays | {f"rewards/{name}": x for name, x in plain.items()} | {"notes": json.dumps(notes)}
+    for name, x in vars(rewards).items():
+        if name not in ("channels", *TURNS) and x is not None:
+            arrays[f"rewards/{name}"] = x
+    return arrays | {"notes": json.dumps(notes)}
 
 
 def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task: SampledTask) -> Samples:
@@ -144,9 +147,9 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
 
     def with_tokens(padding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns a copy of `padding` [B, G, C] with the values of the real tokens in their places."""
-        whole = padding.copy()
-        whole[mask] = tokens
-        return whole
+        padded_tokens = padding.copy()
+        padded_tokens[mask] = tokens
+        return padded_tokens
 
     def table(prefix: str) -> dict[str, Any]:
         """Returns the arrays whose names have this prefix, by the rest of their names."""
@@ -161,8 +164,10 @@ def from_arrays(arrays: dict[str, np.ndarray], notes: list[dict[str, Any]], task
         tree=Tree(**{name: with_tokens(getattr(padding, name), x) for name, x in tree.items()}) if tree else None,
     )
     rewards = Rewards(channels=table("channels/"), **table("rewards/"))
-    measured = [note["reward_metrics"] for note in notes]
-    means = {name: sum(metrics[name] for metrics in measured) / len(measured) for name in measured[0]}
+    # Metrics of rewards are the means over the processes that wrote the files.
+    metrics_of_processes = [note["reward_metrics"] for note in notes]
+    names = metrics_of_processes[0]
+    means = {name: sum(metrics[name] for metrics in metrics_of_processes) / len(notes) for name in names}
     prompts = data.make_prompts(task.dataset, arrays["numbers"].tolist(), pad_id)
     no_reward_function = cast(RewardFn, None)  # because the rewards come from the file
     decoded = CompletionTask(task.tokenizer, no_reward_function, task.environments).completions(prompts, rollouts)

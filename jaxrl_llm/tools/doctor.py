@@ -33,9 +33,9 @@ DESCRIPTION = (
     f"{LOG_KINDS}. {EXIT_CODES} "
     "3: no such finding, but this machine lacks a package, file or model that the config names; the rest was checked."
 )
-LACKS = 3  # exit code if this machine lacks something that the config names
-# Fields, or beginnings of fields, that do not change the result of a run.
-SAME_RESULT = (
+MISSING_EXIT_CODE = 3  # exit code if this machine lacks something that the config names
+# Fields, or beginnings of fields, that do not change the measured result of a run.
+FIELDS_WITHOUT_EFFECT = (
     "microbatch",
     "model.row_parts",
     "model.remat",
@@ -65,7 +65,7 @@ def main() -> None:
         run = bucket.address(args.run[0]) or str(args.run[0])
         sys.exit(exit_code(diagnose_log(folders, args.json, run), args.fail_on))
     findings, missing = look_at_config(*parse_config(parser))
-    sys.exit(exit_code(findings, args.fail_on) or LACKS * bool(missing))
+    sys.exit(exit_code(findings, args.fail_on) or MISSING_EXIT_CODE * bool(missing))
 
 
 def look_at_config(config: Config, args: Namespace) -> tuple[list[Finding], list[str]]:
@@ -76,6 +76,7 @@ def look_at_config(config: Config, args: Namespace) -> tuple[list[Finding], list
     with collected() as missing:
         recipe = recipes.read_either(config)
         width = find_inputs(recipe)
+    # A config file may record a measured result, which does not hold for a run with other values.
     changed = tuple(overrides(flatten(config), Path(args.config)))
     settings = advice.RunSettings(recipe, width, changed=changed)
     findings, blind = advice.findings(settings), advice.blind(settings)
@@ -122,7 +123,7 @@ def overrides(fields: Mapping[str, Any], file: Path) -> list[str]:
         return []
     measured = flatten(load(file))
     changed = {name: value for name, value in fields.items() if value != measured.get(name)}
-    return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(SAME_RESULT)]
+    return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(FIELDS_WITHOUT_EFFECT)]
 
 
 def self_test_of(config: Config, *, quiet: bool) -> list[CheckReport]:

@@ -340,7 +340,7 @@ def test_a_recipe_is_looked_at_without_its_model_and_without_a_network(recipe, m
     monkeypatch.setattr("socket.socket.connect", None)
     monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)  # that of a vLLM server
     code, printed = doctored(monkeypatch, capsys, "--config", recipe, "--config.optim.learning_rate=1")
-    assert code == doctor.LACKS and re.search(r"learning_rate \(.*Qwen/Qwen", printed)
+    assert code == doctor.MISSING_EXIT_CODE and re.search(r"learning_rate \(.*Qwen/Qwen", printed)
     assert "config.model.path = 'Qwen/Qwen" in printed.splitlines()[-1]
 
 
@@ -384,7 +384,7 @@ def test_a_config_is_judged_where_the_machine_lacks_what_it_names(
     given = ["--config", GRPO, *(f"--config.{field}" for field in [*fields, "epochs=9"])]
     code, printed = doctored(monkeypatch, capsys, *given, "--json")
     report = json.loads(printed)
-    assert code == doctor.LACKS and len(report["missing"]) == len(names)
+    assert code == doctor.MISSING_EXIT_CODE and len(report["missing"]) == len(names)
     assert all(name in line for name, line in zip(names, report["missing"], strict=True))
     assert "many_updates" in {finding["id"] for finding in report["findings"]}
     assert doctored(monkeypatch, capsys, *given, "--fail-on", "warning")[0] == 1

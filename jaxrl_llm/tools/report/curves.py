@@ -18,6 +18,7 @@ from jaxrl_llm.tools.report.runs import ReportedRun
 from jaxrl_llm.tools.report.thinning import part
 from jaxrl_llm.tools.report.traces import Curve
 
+# Dash styles that distinguish the metrics of a plot with several metrics.
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
@@ -33,6 +34,7 @@ class Panel(NamedTuple):
 
 
 HELD_OUT = "Accuracy on held-out problems"
+# The plots of the page in their order. Each has a title, metrics of metrics.jsonl, and rules that read these metrics.
 PANELS = (
     Panel(HELD_OUT, (), form=".1%", plain=True),  # its metrics are those of the evaluation sets
     Panel("Reward", ("reward/mean",), ("reward_collapse",)),
@@ -82,20 +84,17 @@ class Plot(NamedTuple):
 
 def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
     """Returns the plots that the runs have values for."""
-    limits = [make_bands(run.records) for run in runs]
-    plots_drawn = []
+    bands_of_runs = [make_bands(run.records) for run in runs]
+    drawn_plots = []
     for panel in PANELS:
-        of_runs = _accuracies if panel.title == HELD_OUT else _channels
-        panel = panel if panel.metrics else panel._replace(metrics=of_runs(runs))
-        curves = [
-            curve
-            for run_index, run in enumerate(runs)
-            for name in panel.metrics
-            if (curve := _curve(run_index, run, name))
-        ]
-        if curves:
-            plots_drawn.append(_plot(panel, curves, limits, runs))
-    return plots_drawn
+        if not panel.metrics:  # the runs decide which evaluation sets or reward functions the plot shows
+            metrics_of = _accuracies if panel.title == HELD_OUT else _channels
+            panel = panel._replace(metrics=metrics_of(runs))
+        # A run without a value of a metric has no curve of it, and a plot without a curve is left out.
+        curves = [_curve(run_index, run, metric) for run_index, run in enumerate(runs) for metric in panel.metrics]
+        if drawn_curves := [curve for curve in curves if curve]:
+            drawn_plots.append(_plot(panel, drawn_curves, bands_of_runs, runs))
+    return drawn_plots
 
 
 def thinned(runs: Sequence[ReportedRun]) -> int:
@@ -124,20 +123,24 @@ def _curve(run_index: int, run: ReportedRun, metric: str) -> Curve | None:
     return Curve(run_index, run.letter, metric, np.array(steps, np.int32), np.array(values, float))
 
 
-def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
+def _plot(panel: Panel, curves: list[Curve], bands_of_runs: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
     """Returns the plot of a panel: curves of its metrics, bands of healthy values, and spans of findings.
 
-    limits: bands of each run.
+    bands_of_runs: ranges of healthy values of each run.
     """
     has_several_metrics = len({curve.metric for curve in curves}) > 1
     bands_by_run = {
         # A plot of several metrics has no bands, because no reader could tell to which metric a band belongs.
-        curve.run: [band for band in limits[curve.run] if band.metric == curve.metric and not has_several_metrics]
+        curve.run: [
+            band for band in bands_of_runs[curve.run] if band.metric == curve.metric and not has_several_metrics
+        ]
         for curve in curves
     }
+    # Findings of the rules that read these metrics, each with the steps in which it was reported.
     spans = [
         (run_index, span) for run_index, run in enumerate(runs) for span in run.spans if span.finding.id in panel.rules
     ]
+    # The axis shows all curves, and the bounds of the bands that are near the curves.
     bounds = [
         edge
         for run_bands in bands_by_run.values()
@@ -147,7 +150,7 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
     ]
     values = [y for curve in curves for y in (curve.y, curve.mean())]
     axis = fit(values, bounds, len(spans), log=panel.log)
-    # The order is that of drawing: bands lie under the curves, marks of findings over them.
+    # Plotly draws in this order, so that bands lie under the curves, and marks of findings over them.
     drawn: list[go.Scatter] = []
     for run_index, run_bands in bands_by_run.items():
         drawn += traces.band(run_index, run_bands, runs[run_index], axis) if run_bands else []
@@ -155,17 +158,18 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
         dash = DASHES[panel.metrics.index(curve.metric) % len(DASHES)] if has_several_metrics else ""
         drawn += traces.points(curve, panel.form, dash) if panel.plain else traces.lines(curve, panel.form, dash, axis)
         drawn += traces.not_finite(curve, axis)
-    last = max(run.last for run in runs)
+    last_step = max(run.last for run in runs)
     for number, (run_index, span) in enumerate(spans):
         text = f"{runs[run_index].letter} {span.finding.id}" if len(runs) > 1 else span.finding.id
-        drawn += traces.mark(run_index, text, span, last, axis.level(number))
+        drawn += traces.mark(run_index, text, span, last_step, axis.level(number))
     legend = [(DASHES[index % len(DASHES)], name) for index, name in enumerate(panel.metrics)]
-    words, figure = _words(curves, bands_by_run, runs, axis), traces.as_json(drawn, _layout(panel, last, axis))
+    words, figure = _words(curves, bands_by_run, runs, axis), traces.as_json(drawn, _layout(panel, last_step, axis))
     return Plot(panel.title, words, legend if has_several_metrics else [], figure)
 
 
-def _layout(panel: Panel, last: int, axis: Axis) -> dict[str, Any]:
-    """Returns Plotly's layout of a panel. last: last step of all runs."""
+def _layout(panel: Panel, last_step: int, axis: Axis) -> dict[str, Any]:
+    """Returns Plotly's layout of a panel. last_step: last step of all runs."""
+    # The labels of the axis need fewer digits than the values that a reader points at.
     form = panel.form
     if form.endswith("%") and axis.span > 0.05:
         form = ".0%"
@@ -177,7 +181,7 @@ def _layout(panel: Panel, last: int, axis: Axis) -> dict[str, Any]:
         height=240,
         showlegend=False,
         hovermode="x unified",
-        xaxis=dict(range=[-0.01 * last, 1.01 * max(last, 1)], title=dict(text="step", standoff=6), nticks=6),
+        xaxis=dict(range=[-0.01 * last_step, 1.01 * max(last_step, 1)], title=dict(text="step", standoff=6), nticks=6),
         yaxis=dict(range=axis.range, tickformat=form, automargin=True) | _ticks(axis),
     )
 
@@ -193,16 +197,21 @@ def _words(
     curves: list[Curve], bands_by_run: dict[int, list[Band]], runs: Sequence[ReportedRun], axis: Axis
 ) -> list[str]:
     """Returns the lines of text below a plot."""
-    letters: dict[str, list[str]] = {}
+    letters: dict[str, list[str]] = {}  # {description of a band: letters of the runs that have it}
     for run_index, run_bands in bands_by_run.items():
         for band in run_bands:
             letters.setdefault(f"{band.description} ({band.rule})", []).append(runs[run_index].letter)
-    everywhere = len(bands_by_run)
-    words = [f"Healthy{'' if len(who) == everywhere else ' for ' + ', '.join(who)}: {x}" for x, who in letters.items()]
+    # The letters of the runs are named only if a band does not belong to all of them.
+    words = []
+    for description, run_letters in letters.items():
+        whose = "" if len(run_letters) == len(bands_by_run) else f" for {', '.join(run_letters)}"
+        words.append(f"Healthy{whose}: {description}")
     for curve in curves:
-        if lost := int(np.isnan(curve.y).sum()):
-            first = int(curve.x[np.isnan(curve.y)][0])
-            words.append(f"{curve.letter}: {lost:,} values of {curve.metric} are not finite (×), from step {first:,}")
+        if nan_count := int(np.isnan(curve.y).sum()):
+            first_step = int(curve.x[np.isnan(curve.y)][0])
+            words.append(
+                f"{curve.letter}: {nan_count:,} values of {curve.metric} are not finite (×), from step {first_step:,}"
+            )
     if axis.log and any((curve.y <= 0).any() for curve in curves):
         words.append("Logarithmic: values of 0 or less are not drawn")
     return words

@@ -21,7 +21,9 @@ from jaxrl_llm.recipe import advice
 from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools.report.follow import Lines
 
+# Files of a work directory that the page reads.
 FILES = ("config.json", logs.METRICS, "completions.jsonl", "health.jsonl")
+# Short names of the runs on the page, in the order of the command line.
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -60,13 +62,15 @@ class ReportedRun(NamedTuple):
 
     @property
     def verdict(self) -> RunVerdict:
-        count = {severity: sum(s.finding.severity == severity for s in self.spans) for severity in SEVERITIES}
-        counts = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in reversed(count.items()) if n]
-        if count["error"] or count["warning"]:
-            return RunVerdict("error" if count["error"] else "warning", ", ".join(counts))
+        severities = [span.finding.severity for span in self.spans]
+        counts = {severity: severities.count(severity) for severity in SEVERITIES}
+        # The most severe findings come first in the text.
+        texts = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in reversed(counts.items()) if count]
+        if counts["error"] or counts["warning"]:
+            return RunVerdict("error" if counts["error"] else "warning", ", ".join(texts))
         if self.last <= START_STEPS + RECENT_STEPS:
             return RunVerdict("early", f"no finding yet; most rules need {START_STEPS + RECENT_STEPS + 1} steps")
-        return RunVerdict("healthy", ", ".join(["healthy", *counts]))
+        return RunVerdict("healthy", ", ".join(["healthy", *texts]))
 
     def replay_command(self, span: FindingSpan) -> str:
         """Returns the command that opens the first step of a finding; "" for a run of sft, which samples nothing."""
@@ -112,6 +116,7 @@ class Reader:
     def read(self, letter: str, name: str) -> ReportedRun:
         """Reads new records, and returns the run. Raises: UserError, for a folder without a run."""
         config = read_config(self._workdir)
+        # First the new records of metrics.jsonl are judged.
         rules = config.health.to_dict(), logs.initial_findings(self._workdir, quiet=True)
         # All records are judged again if bounds have changed, or if the self-test has ended since the last call.
         if rules != self._rules:
@@ -129,12 +134,13 @@ class Reader:
             raise UserError(f"{self._metrics.file} has no line that can be read: restore the file")
         if not self._records:
             raise UserError(f"{self._workdir} has no record yet: wait for its first step")
+        # Then the findings that the run itself has written are compared with those of this version's rules.
         ids = {span.finding.id for span in self._judge.spans()}
         findings_file = Lines(self._workdir / "health.jsonl")
         findings_file.begin()
         findings = [json_lines.parse(line) for _, line in findings_file.new()]
         outdated = sorted({finding["id"] for finding in findings if finding is not None} - ids)
-        groups, settings = self._shown(), read_settings(config)
+        groups, settings = self._shown_groups(), read_settings(config)
         self.damaged[findings_file.file.name] = findings.count(None)
         # The list is copied, because it grows at the next call, while a page may still use it.
         records = list(self._records)
@@ -151,11 +157,12 @@ class Reader:
             damaged=+self.damaged,
         )
 
-    def _shown(self) -> list[dict[str, Any]]:
+    def _shown_groups(self) -> list[dict[str, Any]]:
         """Returns the first, the middle and the last group of completions in the log that can be read."""
         if self._completions.begin():
             self._groups, self.damaged[self._completions.file.name] = [], 0
         self._groups += [offset for offset, line in self._completions.new() if b'"completions": []' not in line]
+        # A line that cannot be read is dropped from the list, and other groups are chosen, until all can be read.
         while self._groups:
             last = len(self._groups) - 1
             chosen = [self._groups[i] for i in sorted({0, (last + 1) // 2, last})]

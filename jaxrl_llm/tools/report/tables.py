@@ -11,8 +11,9 @@ from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.session.banner import totals_table
 from jaxrl_llm.tools.report.runs import ReportedRun
 
+# Fields of a config in the table of batch sizes.
 SIZES = ("num_steps", "prompts_per_step", "group_size", "prompts_per_update", "epochs", "microbatch")
-MISSING = "–"
+MISSING = "–"  # text of a value that a run does not have
 
 
 class TableRow(NamedTuple):
@@ -34,20 +35,21 @@ def batch_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
 
 def config_difference(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the fields in which the configs differ."""
-    flat = [flatten(run.config) for run in runs]
-    names = list(dict.fromkeys(name for fields in flat for name in fields))
-    rows = [(name, [repr(fields[name]) if name in fields else MISSING for fields in flat]) for name in names]
+    configs = [flatten(run.config) for run in runs]  # {field: value} of each run
+    names = list(dict.fromkeys(name for fields in configs for name in fields))
+    rows = [(name, [repr(fields[name]) if name in fields else MISSING for fields in configs]) for name in names]
     return [TableRow(name, values) for name, values in rows if len(set(values)) > 1]
 
 
 def phase_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the median seconds of each phase of a step, and the seconds of the first step, which compiles."""
-    timed = [[record for record in run.records if record.get("time/step")] for run in runs]
-    all_names = dict.fromkeys(name for records in timed for record in records for name in record)
+    # Only records with times count, because that of step 0 has none.
+    timed_records = [[record for record in run.records if record.get("time/step")] for run in runs]
+    all_names = dict.fromkeys(name for records in timed_records for record in records for name in record)
     names = [name for name in all_names if name.startswith("time/")]
     # The first record is left out, because its step compiles. Medians are shown, because a checkpoint makes single
     # steps much longer.
-    medians = [{name: _median(name, records[1:] or records) for name in names} for records in timed]
+    medians = [{name: _median(name, records[1:] or records) for name in names} for records in timed_records]
     longest = max((value or 0.0 for row in medians for value in row.values()), default=0.0)
     rows = []
     for name in names:
@@ -55,8 +57,8 @@ def phase_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
         bar_lengths = [(row[name] or 0.0) / longest if longest else 0.0 for row in medians]
         rows.append(TableRow(name.removeprefix("time/"), texts, bar_lengths))
     if rows:
-        first = [f"{records[0]['time/step']:.2f} s" if records else MISSING for records in timed]
-        speeds = [_median("tokens_per_second", records[1:] or records) for records in timed]
+        first = [f"{records[0]['time/step']:.2f} s" if records else MISSING for records in timed_records]
+        speeds = [_median("tokens_per_second", records[1:] or records) for records in timed_records]
         speed_texts = [MISSING if speed is None else f"{speed:,.0f}" for speed in speeds]
         rows.append(TableRow("the first step logged", first))
         rows.append(TableRow("completion tokens per second", speed_texts))
@@ -77,7 +79,7 @@ def _seconds(value: float | None, step: float | None) -> str:
 
 
 class Parting(NamedTuple):
-    """Comparison of a run with the first run."""
+    """Comparison of a run with the first run of the page: the step at which their metrics begin to differ."""
 
     words: str  # the comparison as a sentence
     rows: list[tuple[str, int, str, str]]  # metric, first step at which it differs, and its two values
@@ -91,20 +93,21 @@ def partings(runs: Sequence[ReportedRun]) -> list[Parting]:
 def parting(first: ReportedRun, other: ReportedRun) -> Parting:
     """Returns the first step at which the metrics of two runs differ. Times are not compared."""
     names = f"{first.letter} and {other.letter}"
-    theirs = {record["step"]: record for record in other.records}
-    pairs = [(record, theirs[record["step"]]) for record in first.records if record["step"] in theirs]
+    other_records = {record["step"]: record for record in other.records}
+    pairs = [(record, other_records[record["step"]]) for record in first.records if record["step"] in other_records]
     if not pairs:
         return Parting(f"{names} have no step in common.", [])
     first_differences: dict[str, tuple[str, int, str, str]] = {}  # {metric: its row of the table}
-    for record, their_record in pairs:
+    for record, other_record in pairs:
         # Only metrics of both runs are compared, because runs with other configs have other metrics.
-        for metric in record.keys() & their_record.keys():
-            value, their_value = record[metric], their_record[metric]
-            if metric not in first_differences and value != their_value and not _is_time(metric):
-                first_differences[metric] = (metric, record["step"], _number(value), _number(their_value))
+        for metric in record.keys() & other_record.keys():
+            value, other_value = record[metric], other_record[metric]
+            if metric not in first_differences and value != other_value and not _is_time(metric):
+                first_differences[metric] = (metric, record["step"], _number(value), _number(other_value))
     rows = sorted(first_differences.values(), key=lambda row: (row[1], row[0]))
     if not rows:
         return Parting(f"{names} have the same numbers at all {len(pairs):,} steps that both logged.", [])
+    # The sentence names up to six metrics that differ at the first step, and says how many records are equal before.
     first_step = rows[0][1]
     metrics = [row[0] for row in rows if row[1] == first_step]
     listed = ", ".join(metrics[:6]) + (f" and {len(metrics) - 6} more" if len(metrics) > 6 else "")

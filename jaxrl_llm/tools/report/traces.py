@@ -35,10 +35,11 @@ class Curve(NamedTuple):
         # Differences of cumulative sums need one pass for any window. A NaN adds 0 to both sums.
         ends = np.arange(1, len(self.y) + 1)
         starts = np.maximum(ends - RECENT_STEPS, 0)
-        total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(self.y))])
-        count = np.concatenate([[0], np.cumsum(~np.isnan(self.y))])
-        number = count[ends] - count[starts]
-        return np.where(number > 0, (total[ends] - total[starts]) / np.maximum(number, 1), np.nan)
+        cumulative_sum = np.concatenate([[0.0], np.cumsum(np.nan_to_num(self.y))])
+        cumulative_count = np.concatenate([[0], np.cumsum(~np.isnan(self.y))])
+        sums = cumulative_sum[ends] - cumulative_sum[starts]
+        counts = cumulative_count[ends] - cumulative_count[starts]
+        return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def lines(curve: Curve, form: str, dash: str, axis: Axis) -> list[go.Scatter]:
@@ -69,6 +70,7 @@ def points(curve: Curve, form: str, dash: str) -> list[go.Scatter]:
 
 
 def _hover(curve: Curve, form: str) -> dict[str, str]:
+    """Returns Plotly's settings of the text that appears when a reader points at a curve."""
     return dict(name=f"{curve.letter} {curve.metric}", hovertemplate=f"%{{y:{form}}}")
 
 
@@ -94,17 +96,17 @@ def band(run_index: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) ->
     scatters = []
     # The lower edge comes first, because "tonexty" fills down to the previous trace.
     for edge, outside, fill in ((low, axis.bottom, "none"), (high, axis.top, "tonexty")):
-        x, y = _few(steps, np.clip(np.nan_to_num(edge, nan=outside), axis.bottom, axis.top))
+        x, y = _simplified(steps, np.clip(np.nan_to_num(edge, nan=outside), axis.bottom, axis.top))
         style = dict(mode="lines", line=dict(width=0, shape="hv"), fill=fill, hoverinfo="skip")
         scatters.append(go.Scatter(x=x, y=y, meta=_meta(run_index, "band"), **style))
     for edge in (low, high):
-        x, y = _few(steps, np.where((edge > axis.bottom) & (edge < axis.top), edge, np.nan))
+        x, y = _simplified(steps, np.where((edge > axis.bottom) & (edge < axis.top), edge, np.nan))
         style = dict(mode="lines", line=dict(width=1.2, dash="dot", shape="hv"), hoverinfo="skip")
         scatters += [go.Scatter(x=x, y=y, meta=_meta(run_index, "edge"), **style)] if np.isfinite(y).any() else []
     return scatters
 
 
-def _few(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _simplified(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the two ends of a constant curve, or a thinned curve."""
     return (x[[0, -1]], y[[0, -1]]) if (y == y[0]).all() else thin(x, y)
 
@@ -115,7 +117,7 @@ def mark(run_index: int, text: str, span: FindingSpan, end: int, level: tuple[fl
     end: last step of the plot; level: bottom of the line, and height of the bar.
     """
     bottom, height = level
-    down = dict(x=[span.first] * 2, y=[bottom, height], mode="lines", line=dict(width=1, dash="dash"))
+    vertical_line = dict(x=[span.first] * 2, y=[bottom, height], mode="lines", line=dict(width=1, dash="dash"))
     bar = dict(x=[span.first, span.last], y=[height] * 2, mode="lines+markers+text", line=dict(width=3))
     label = dict(
         marker=dict(symbol=["triangle-down", "line-ns"], size=[8, 1]),
@@ -125,10 +127,13 @@ def mark(run_index: int, text: str, span: FindingSpan, end: int, level: tuple[fl
         textfont=dict(size=11),
         cliponaxis=False,
     )
-    return [go.Scatter(meta=_meta(run_index, "mark"), hoverinfo="skip", **how) for how in (down, bar | label)]
+    return [
+        go.Scatter(meta=_meta(run_index, "mark"), hoverinfo="skip", **style) for style in (vertical_line, bar | label)
+    ]
 
 
 def _meta(run: int, role: str) -> dict[str, Any]:
+    """Returns what the page's script must know to paint a trace: index of the run, and role of the trace."""
     return {"run": run, "role": role}
 
 
@@ -139,6 +144,6 @@ def as_json(drawn: Sequence[go.Scatter], layout: dict[str, Any]) -> str:
 
 def _encode(array: np.ndarray) -> dict[str, str]:
     """Returns an array as the binary data that plotly reads: it is small, and NaN is a gap."""
-    # 4 bytes, because a browser has no 64-bit integers, and a pixel no 7th digit.
+    # Numbers have 4 bytes, because a browser has no arrays of 64-bit integers, and a plot shows fewer than 7 digits.
     kind, name = (np.int32, "i4") if array.dtype.kind == "i" else (np.float32, "f4")
     return {"dtype": name, "bdata": base64.b64encode(array.astype(kind).tobytes()).decode()}
