@@ -176,9 +176,9 @@ def test_prompts_and_completions_with_the_largest_gradients_come_first(record, e
     assert [found["id"] for tag, found in elements.found if tag == "article"] == [f"c{b + 1}-{g + 1}" for b, g in order]
     shares = page.update_shares(record.gradient)
     assert shares.sum() == pytest.approx(1)
-    top = np.dstack(np.unravel_index(np.argsort(-shares, axis=None)[: page.TOP], shares.shape))[0] + 1
+    top = np.dstack(np.unravel_index(np.argsort(-shares, axis=None)[: page.TOP_COMPLETIONS], shares.shape))[0] + 1
     links = [found["href"] for tag, found in elements.found if tag == "a"]
-    assert links[: page.TOP] == [f"#c{b}-{g}" for b, g in top]
+    assert links[: page.TOP_COMPLETIONS] == [f"#c{b}-{g}" for b, g in top]
 
 
 def test_without_gradients_the_largest_advantages_come_first(record):

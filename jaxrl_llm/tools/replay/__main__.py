@@ -19,7 +19,7 @@ from jaxrl_llm.tools.replay import from_file, step_file
 from jaxrl_llm.tools.replay.record import StepRecord, WhatIf
 from jaxrl_llm.tools.replay.steps import ABSOLUTE, RELATIVE, compared_names, is_close, step
 
-DIFFERS = 1  # exit code if a value differs
+DIFFERS_EXIT_CODE = 1  # exit code if a value differs
 # Metrics of updates that --change compares.
 COMPARED = ("grad_norm", "update_norm", "clip/fraction", "importance/mean", "loss/total", "kl/coef", "learning_rate")
 
@@ -28,14 +28,17 @@ def main() -> None:
     """Makes a step again, prints whether it equals the run's record, and writes the files that are asked for."""
     args = parse()
     recomputed: dict[str, tuple[float, float]] = {}
+    # The step comes from a file of --export, or is made again from a run.
     if args.source:
         record = step_file.load(args.source)
         if args.model or (record.step == 1 and record.gradient and Path(record.config["model"]["path"]).is_dir()):
             recomputed = from_file.loss_and_gradient(record, args.model)
     else:
         changes = dict(change.split("=", 1) for change in args.change)
-        shown = bool(args.to or args.export)
-        record = step(args.run, args.step, with_gradient=shown, changes=changes, other_machine=args.other_machine)
+        needs_gradient = bool(args.to or args.export)
+        record = step(
+            args.run, args.step, with_gradient=needs_gradient, changes=changes, other_machine=args.other_machine
+        )
     lines = verdict(record) + comparison(record.what_if)
     lines += made_again(record, recomputed, args.model) if args.source else []
     print("\n".join(map(printable, lines)), flush=True)
@@ -47,7 +50,8 @@ def main() -> None:
         with disk.writing_output("--to", args.to):
             args.to.write_text(page.render(record), encoding="utf-8")
         print(f"wrote {args.to}")
-    sys.exit(DIFFERS * (bool(record.differences) or not all(is_close(*pair) for pair in recomputed.values())))
+    # Without --from, `recomputed` is empty.
+    sys.exit(DIFFERS_EXIT_CODE * (bool(record.differences) or not all(is_close(*pair) for pair in recomputed.values())))
 
 
 def parse() -> Namespace:

@@ -39,6 +39,7 @@ def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, 
     if not record.gradient:
         raise UserError(f"--from: the file has no gradient, because step {record.step} trained the critic alone")
     config: Config = ConfigDict(tuples(record.config))
+    # The config of the run is read without the fields that only decide about samples.
     for name, value in SAMPLING.items():
         section, _, field = name.rpartition(".")
         (config[section] if section else config)[field] = value
@@ -47,6 +48,7 @@ def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, 
         config.update_from_flattened_dict({"adapters.path" if "adapters.path" in fields else "model.path": model})
     with collected():
         recipe = recipes.read(config)
+    # The loss and the gradients are computed for the prompts of the first update.
     rows = np.array(record.first_update)
     learner, policy_model, mesh = build_policy_learner(recipe, len(rows))
     params, base = learner.init().params, learner.base
@@ -60,10 +62,11 @@ def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, 
     recorded_norms, cosines = record.gradient["norm"][rows], record.gradient["cosine"][rows]
     mask = record.loss_mask[rows]
     weights = np.asarray(learner.aggregate(jax.device_put(mask)))
-    both = {name: (record.columns[name][rows], computed[name]) for name in ("logprobs", "loss")}
+    # Each quantity has two values: the one in the file, and the one that was computed now.
+    columns = {name: (record.columns[name][rows], computed[name]) for name in ("logprobs", "loss")}
     pairs: dict[str, Any] = {
-        "mean log-probability": [x[mask].mean(dtype=np.float64) for x in both["logprobs"]],
-        "loss": [(x * weights)[mask].sum(dtype=np.float64) for x in both["loss"]],
+        "mean log-probability": [x[mask].mean(dtype=np.float64) for x in columns["logprobs"]],
+        "loss": [(x * weights)[mask].sum(dtype=np.float64) for x in columns["loss"]],
         "norm of the gradient": [(recorded_norms * cosines).sum(dtype=np.float64), gradient_norm],
         "largest norm of a completion": [recorded_norms.max(), np.asarray(completion_norms).max()],
     }
@@ -72,6 +75,7 @@ def loss_and_gradient(record: StepRecord, model: str) -> dict[str, tuple[float, 
 
 def batch_of(record: StepRecord) -> Batch:
     """Returns the batch of a step's updates, as its file holds it."""
+    # The names of the inputs are FIELD, or TABLE/FIELD for the fields of a table or record in the batch.
     tables: dict[str, dict[str, Any]] = {"": {}, "columns": {}, "images": {}, "tree": {}}
     for name, array in record.inputs.items():
         table, _, key = name.rpartition("/")

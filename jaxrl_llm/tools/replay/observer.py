@@ -20,7 +20,7 @@ from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
-# Metric of an objective -> column of a `StepRecord`.
+# Metrics that the loss computes for each token, with the columns of a `StepRecord` that hold them.
 COLUMNS = {
     "entropy": "entropy",
     "ratio/mean": "ratio",
@@ -30,7 +30,9 @@ COLUMNS = {
     "importance/mean": "weight",
     "mask/off_policy": "masked",
 }
-FIRST_EPOCH = ("logprobs", "loss", "gap", "weight")  # columns that compare the policy with the sampler, or describe it
+# Columns that take the values of the first epoch, because they compare the policy with the sampler. All other columns
+# are means over the epochs.
+FIRST_EPOCH = ("logprobs", "loss", "gap", "weight")
 
 
 class StepObserver:
@@ -58,11 +60,12 @@ class StepObserver:
             # The arrays are copied, because an array on the host may share memory with one that an update donates.
             self.states = jax.tree.map(np.array, transfers.to_host({name: states[name] for name in self._learners}))
         state: TrainState = states["policy"]
-        part = jax.tree.map(lambda x: x[rows], batch)
-        part = jax.device_put(part, NamedSharding(self._mesh, sharding.BATCH))
+        # The numbers are computed for the prompts of this update alone.
+        minibatch = jax.tree.map(lambda x: x[rows], batch)
+        minibatch = jax.device_put(minibatch, NamedSharding(self._mesh, sharding.BATCH))
         coefs = self._policy.coefficients(state)
-        numbers = transfers.to_host(self._token_numbers((self._policy.all_parameters(state), coefs), part))
-        if not self._sums:
+        numbers = transfers.to_host(self._token_numbers((self._policy.all_parameters(state), coefs), minibatch))
+        if not self._sums:  # the first update of the step
             self.batch, self.first_update = transfers.to_host(batch), rows.tolist()
             self.coefficients = {name: float(x) for name, x in transfers.to_host(coefs).items()}
             self._sums = {name: np.zeros(self.batch.loss_mask.shape) for name in numbers}
@@ -71,10 +74,15 @@ class StepObserver:
             self._sums[name][rows] += values if is_first_epoch or name not in FIRST_EPOCH else 0.0
         # A prompt has one gradient, that of the first epoch. In the steps of a critic's warm-up it has none.
         if self._gradients and is_first_epoch and step > self._policy.frozen_steps:
-            self._add_gradient(rows, *self._gradients(state.params, part, coefs, self._policy.base.params))
+            self._add_gradient(rows, *self._gradients(state.params, minibatch, coefs, self._policy.base.params))
         self._visits[rows] += 1
 
     def _add_gradient(self, rows: np.ndarray, whole: Array, norms: Array, products: Array) -> None:
+        """Keeps norm and cosine of the gradients of completions.
+
+        rows: prompts of the update. whole: norm of the update's gradient. norms: norms of the completions' gradients.
+        products: their scalar products with the update's gradient.
+        """
         shape = self.batch.loss_mask.shape[:2]
         self.gradient = self.gradient or {name: np.zeros(shape, np.float32) for name in ("norm", "cosine")}
         whole_norm, norm, product = (np.asarray(x, np.float64) for x in (whole, norms, products))
@@ -82,12 +90,12 @@ class StepObserver:
         self.gradient["cosine"][rows] = product / np.maximum(norm * whole_norm, 1e-30)
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """Returns `StepRecord.inputs`."""
+        """Returns the further inputs of the loss, as `StepRecord.inputs` holds them."""
         batch = self.batch
         inputs = {f"columns/{name}": x for name, x in batch.columns.items()}
-        for part in ("images", "tree"):
-            record = getattr(batch, part)
-            inputs |= {f"{part}/{name}": x for name, x in vars(record).items()} if record else {}
+        for field in ("images", "tree"):
+            record = getattr(batch, field)
+            inputs |= {f"{field}/{name}": x for name, x in vars(record).items()} if record else {}
         return inputs | ({} if batch.policy_mask is None else {"policy_mask": batch.policy_mask})
 
     def columns(self) -> dict[str, np.ndarray]:

@@ -15,10 +15,12 @@ from jaxrl_llm.tools.replay.record import StepRecord
 from jaxrl_llm.tools.report.completions import cut
 from jaxrl_llm.tools.report.templates import script_json, template
 
-TOP = 5  # completions in the list of those that made the update
-START = 140  # characters of a completion in that list
-REPEATS = 8  # equal tokens of a prompt above which only their number is shown, such as the tokens of an image
-PERCENTILE = 99  # of the absolute values of the trained tokens, at which a color is strongest
+# The page begins with a list of the completions with the largest share of the update.
+TOP_COMPLETIONS = 5  # number of completions in this list
+START_CHARACTERS = 140  # characters of a completion in this list
+# More equal tokens in a row of a prompt, such as those of an image, are shown as one token and their number.
+MAX_REPEATS = 8
+PERCENTILE = 99  # percentile of the absolute values of the trained tokens at which a color is strongest
 # Columns of numbers per token -> metrics that are their means over the trained tokens. Each column colors the tokens.
 METRICS = {"ratio": "ratio/mean", "kl": "kl/ref", "entropy": "entropy", "gap": "sampler/gap_mean"}
 METRICS |= {"clipped": "clip/fraction"}
@@ -34,14 +36,18 @@ class Fact(NamedTuple):
 
 
 class ShownCompletion(NamedTuple):
+    """What the page shows of a completion, besides the numbers of its tokens."""
+
     place: tuple[int, int]  # indices of the prompt and of the completion in the arrays
     facts: list[Fact]
     start: str  # first characters of the text
 
 
 class ShownGroup(NamedTuple):
-    number: int  # of the prompt, from 1
-    note: str
+    """What the page shows of a prompt and its completions."""
+
+    number: int  # number of the prompt in the batch, from 1
+    note: str  # mean reward of the group, and its share of the update
     prompt: str
     columns: dict[str, str]  # further columns of the row
     completions: list[ShownCompletion]
@@ -49,12 +55,13 @@ class ShownGroup(NamedTuple):
 
 def render(record: StepRecord) -> str:
     """Returns the page of a step."""
-    sizes = contributions(record)
-    # The first shares are those of the step, and the second ones those of the step with other settings.
+    contribution = contributions(record)  # [B, G]
+    # The first entry is of the step, and the second one, if there is one, of the step with other settings.
     gradients = [record.gradient, *([record.what_if.other.gradient] if record.what_if else [])]
     shares = [update_shares(gradient) for gradient in gradients] if record.gradient else []
-    order = np.argsort(-sizes.sum(axis=1), kind="stable").tolist()
-    groups = [group_of(record, b, np.argsort(-sizes[b], kind="stable"), shares) for b in order]
+    # Prompts, and the completions of each prompt, are shown in the order of their contributions, the largest first.
+    prompt_order = np.argsort(-contribution.sum(axis=1), kind="stable").tolist()
+    groups = [group_of(record, b, np.argsort(-contribution[b], kind="stable"), shares) for b in prompt_order]
     completions = [completion for group in groups for completion in group.completions]
     data, arrays = pack(record, [completion.place for completion in completions])
     text = template("replay.html").render(
@@ -65,7 +72,9 @@ def render(record: StepRecord) -> str:
         groups=groups,
         completions=completions,
         # Completions are sorted by share and not by norm, because other gradients may cancel a large one.
-        top=sorted(completions, key=lambda x: -shares[0][x.place])[:TOP] if shares else [],
+        top=sorted(completions, key=lambda completion: -shares[0][completion.place])[:TOP_COMPLETIONS]
+        if shares
+        else [],
         json=script_json(json.dumps(data, allow_nan=False)),
         arrays=arrays,
     )
@@ -74,7 +83,10 @@ def render(record: StepRecord) -> str:
 
 
 def contributions(record: StepRecord) -> np.ndarray:
-    """Returns the gradient norms of the completions [B, G], or without gradients the sums of |advantage|."""
+    """Returns how much each completion contributed to the update [B, G]: the norm of its gradient.
+
+    Without gradients, the sum of |advantage| over its trained tokens takes the place of the norm.
+    """
     if record.gradient:
         return np.nan_to_num(record.gradient["norm"])
     return np.abs(record.advantages).sum(axis=-1, where=record.loss_mask)
@@ -86,8 +98,8 @@ def update_shares(gradient: dict[str, np.ndarray]) -> np.ndarray:
     A share is the length of a completion's gradient along the step's gradient, relative to the latter's norm. It is
     negative for a completion that pulls against the update. gradient: a table like `StepRecord.gradient`.
     """
-    along = np.nan_to_num(gradient["norm"].astype(np.float64) * gradient["cosine"])
-    return along / (along.sum() or 1.0)
+    projections = np.nan_to_num(gradient["norm"].astype(np.float64) * gradient["cosine"])
+    return projections / (projections.sum() or 1.0)
 
 
 def means(record: StepRecord) -> dict[str, float]:
@@ -131,8 +143,9 @@ def completion_of(record: StepRecord, prompt: int, member: int, shares: list[np.
         score, reason = float(rewards[place]), reasons[name][member] if name in reasons else ""
         facts.append(Fact(name, "no verdict" if np.isnan(score) else f"{score:.4g}", reason))
     facts += [Fact("advantage", f"{record.advantages[place][trained].mean():.3g}")] if trained.any() else []
-    observed = int(mask.sum() - trained.sum())
-    facts.append(Fact("tokens", f"{trained.sum():,}", f"and {observed:,} of the environment" if observed else ""))
+    environment_tokens = int(mask.sum() - trained.sum())
+    environment_note = f"and {environment_tokens:,} of the environment" if environment_tokens else ""
+    facts.append(Fact("tokens", f"{trained.sum():,}", environment_note))
     if record.gradient and (norm := float(record.gradient["norm"][place])) > 0:
         facts.append(Fact("gradient norm", f"{norm:.3g}", bar=norm / float(np.nanmax(record.gradient["norm"]))))
         facts.append(Fact("cosine", f"{record.gradient['cosine'][place]:.2f}"))
@@ -140,8 +153,8 @@ def completion_of(record: StepRecord, prompt: int, member: int, shares: list[np.
         Fact(label, f"{share[place]:.1%}", bar=share[place] / (np.abs(share).max() or 1.0))
         for label, share in zip(("share of update", "share if changed"), shares, strict=False)
     ]
-    texts = texts_of(record, record.completions[place][mask][:START])
-    return ShownCompletion(place, facts, "".join(texts)[:START])
+    texts = texts_of(record, record.completions[place][mask][:START_CHARACTERS])
+    return ShownCompletion(place, facts, "".join(texts)[:START_CHARACTERS])
 
 
 def texts_of(record: StepRecord, tokens: np.ndarray) -> list[str]:
@@ -150,10 +163,10 @@ def texts_of(record: StepRecord, tokens: np.ndarray) -> list[str]:
 
 
 def prompt_text(record: StepRecord, prompt: int) -> str:
-    """Returns the text of a prompt. Of many equal tokens in a row, it has one and their number."""
+    """Returns the text of a prompt. Many equal tokens in a row are shown as one token and their number."""
     token_texts = texts_of(record, record.prompts[prompt][record.prompt_mask[prompt]])
-    runs = [(text, len([*run])) for text, run in groupby(token_texts)]
-    return cut("".join(text * count if count <= REPEATS else f"{text} × {count} " for text, count in runs))
+    counted_texts = [(text, len([*equal_texts])) for text, equal_texts in groupby(token_texts)]
+    return cut("".join(text * count if count <= MAX_REPEATS else f"{text} × {count} " for text, count in counted_texts))
 
 
 def pack(record: StepRecord, places: list[tuple[int, int]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -161,6 +174,7 @@ def pack(record: StepRecord, places: list[tuple[int, int]]) -> tuple[dict[str, A
 
     places: index of the prompt and of the member for each completion, in the order of the page.
     """
+    # The tokens of all completions are joined in one array [all tokens], in the order of the page, without padding.
     prompts, members = np.transpose(places)
     mask = record.completion_mask[prompts, members]
     trained = record.loss_mask[prompts, members][mask]
@@ -174,17 +188,18 @@ def pack(record: StepRecord, places: list[tuple[int, int]]) -> tuple[dict[str, A
     }
     # Half precision holds three digits. A ratio is stored as its logarithm, because most ratios are nearly 1.
     arrays |= {"ratio": np.log(arrays["ratio"])} if "ratio" in arrays else {}
-    fits = {name: np.nanmax(np.abs(x), initial=0) < np.finfo(np.float16).max for name, x in arrays.items()}
-    arrays = {name: x.astype(np.float16 if fits[name] else np.float32) for name, x in arrays.items()}
+    for name, x in arrays.items():
+        fits_half = np.nanmax(np.abs(x), initial=0) < np.finfo(np.float16).max
+        arrays[name] = x.astype(np.float16 if fits_half else np.float32)
     scales = {name: scale(arrays[name][trained]) for name in ("advantage", *METRICS) if name in arrays}
     tokens = np.searchsorted(record.token_ids, record.completions[prompts, members][mask])
     arrays |= {"token": tokens.astype(np.uint32), "trained": trained.astype(np.uint8)}
-    sizes = mask.sum(axis=-1)
+    lengths = mask.sum(axis=-1)
     data = {
         "step": record.step,
         "places": places,
-        "starts": (sizes.cumsum() - sizes).tolist(),
-        "sizes": sizes.tolist(),
+        "starts": (lengths.cumsum() - lengths).tolist(),
+        "sizes": lengths.tolist(),
         "ids": record.token_ids,
         "texts": record.token_texts,
         "types": {name: x.dtype.name for name, x in arrays.items()},
@@ -196,6 +211,8 @@ def pack(record: StepRecord, places: list[tuple[int, int]]) -> tuple[dict[str, A
 
 def scale(values: np.ndarray) -> float:
     """Returns the absolute value at which the color of a token is strongest; 0 if all values are 0."""
-    sizes = np.abs(values[np.isfinite(values)].astype(np.float64))
-    # A percentile of 0 would hide rare values.
-    return float(np.percentile(sizes, PERCENTILE) or sizes.max()) if sizes.size else 0.0
+    magnitudes = np.abs(values[np.isfinite(values)].astype(np.float64))
+    if not magnitudes.size:
+        return 0.0
+    # If the percentile is 0, the largest value is used, because a scale of 0 would hide rare values.
+    return float(np.percentile(magnitudes, PERCENTILE) or magnitudes.max())

@@ -24,7 +24,7 @@ class WhatIf:
     changes: dict[str, str]  # {changed config field: its value as text}
     own: UpdateOutcome
     other: UpdateOutcome
-    cosine: float  # of the two changes of the parameters; 0 if one of them is 0
+    cosine: float  # cosine of the angle between the two changes of the parameters; 0 if one change is 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,9 @@ class StepRecord:
     advantages: np.ndarray  # [B, G, C] float32
     rewards: np.ndarray  # [B, G] float32, total reward; NaN without a verdict
     channels: dict[str, np.ndarray]  # {reward function: [B, G]}; NaN without a verdict
-    # {name: [B, G, C] float32}. Always: logprobs, old_logprobs, sampler_logprobs, entropy, gap (|logprobs -
-    # sampler_logprobs|), weight (importance weight pi_old / pi_sampler), loss (of the token, before aggregation).
+    # Numbers per token, {name: [B, G, C] float32}. Always: logprobs, old_logprobs, sampler_logprobs, entropy,
+    # gap (|logprobs - sampler_logprobs|), weight (importance weight pi_old / pi_sampler), loss (of the token, before
+    # aggregation).
     # With a loss that has a ratio: ratio; with one that clips: clipped (1 if the loss clips the token). With a
     # reference model: ref_logprobs, kl. With a critic: values, returns. With an off-policy or an entropy mask: masked
     # (1 if the mask leaves the token out).
@@ -64,13 +65,13 @@ class StepRecord:
     gradient: dict[str, np.ndarray] = field(default_factory=dict)
     # Further inputs of the loss: policy_mask, columns/NAME, images/NAME, tree/NAME, as the fields of `structs.Batch`.
     inputs: dict[str, np.ndarray] = field(default_factory=dict)
-    coefficients: dict[str, float] = field(default_factory=dict)  # of the first update, such as kl/coef
+    coefficients: dict[str, float] = field(default_factory=dict)  # coefficients of the first update, such as kl/coef
     first_update: list[int] = field(default_factory=list)  # indices of the prompts of the first update
     # Hashes of models, rows and code of the run, and versions and processor of this replay.
     fingerprints: dict[str, str]
     rows: list[dict[str, Any]]  # B data rows, as values of JSON; long texts are shortened
     token_ids: list[int]  # the token ids that occur in prompts and completions, sorted
-    token_texts: list[str]  # their texts
+    token_texts: list[str]  # text of each of `token_ids`
     images: list[list[str]] = field(default_factory=list)  # thumbnails of each prompt as data URLs; [] without images
     what_if: WhatIf | None = None  # comparison with other settings; None if none was asked for
     notes: list[str] = field(default_factory=list)  # sentences that a reader must know, such as another version of JAX

@@ -60,8 +60,13 @@ class ReplayStart:
 
     def other_machine(self) -> str:
         """Returns the differences between the machine of the run and this one, such as "JAX 0.10.1, now 0.10.2"."""
-        then, now = (self.notes or {}).get("machine", {}), alike.machine()
-        return ", ".join(f"{name} {then[name]}, now {now.get(name)}" for name in then if then[name] != now.get(name))
+        run_machine, this_machine = (self.notes or {}).get("machine", {}), alike.machine()
+        differences = [
+            f"{name} {value}, now {this_machine.get(name)}"
+            for name, value in run_machine.items()
+            if value != this_machine.get(name)
+        ]
+        return ", ".join(differences)
 
 
 def find_start(run: Path, step: int) -> ReplayStart:
@@ -81,11 +86,12 @@ def find_start(run: Path, step: int) -> ReplayStart:
         raise UserError(
             f"--step {step}: metrics.jsonl of {address or run} has no such record, and {progress}: use another step"
         )
+    # If the run kept the samples of all steps after the checkpoint, the replay reads them; else it makes them again.
     root = bucket.as_path(address) if address else run
     checkpoints, files = root / "checkpoints", SampleFiles(root / FOLDER)
     saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None
     steps, decisions = saved.steps if saved else [], Rollbacks(folder).read()
-    start, count = choose_start(step, steps, decisions, changes.read(folder))
+    start, rollback_count = choose_start(step, steps, decisions, changes.read(folder))
     missing = sorted({*range(start + 1, step + 1)} - files.steps())
     if missing and (reason := why_unrepeatable(config.engine.name, config.reward.functions)):
         raise UserError(
@@ -99,7 +105,7 @@ def find_start(run: Path, step: int) -> ReplayStart:
         folder=folder,
         step=step,
         start=start,
-        decisions=decisions[:count],
+        decisions=decisions[:rollback_count],
         logged=records[step],
         saved=saved,
         notes=saved.notes(later_steps[0]) if saved else None,
@@ -134,9 +140,10 @@ def choose_start(
         )
     # A rollback to an earlier step made the run repeat `step`. The log has only the record of the last time, so all
     # rollbacks up to the last one of this kind came before it.
-    count = max((i for i, decision in enumerate(decisions, 1) if decision.to < step), default=0)
-    # From checkpoints before step `oldest`, the run went on with other samples, rows or code, so they are of no use.
-    oldest = max([decision.to for decision in decisions[:count]] + [change.after_step for change in accepted] + [0])
+    rollback_count = max((i for i, decision in enumerate(decisions, 1) if decision.to < step), default=0)
+    # From checkpoints before step `oldest`, the run continued with other samples, rows or code, so they cannot be used.
+    rollback_steps = [decision.to for decision in decisions[:rollback_count]]
+    oldest = max([*rollback_steps, *(change.after_step for change in accepted), 0])
     usable = [saved for saved in {0, *kept_steps} if oldest <= saved < step]
     if not usable:
         kept_text = ", ".join(map(str, kept_steps)) or "none"
@@ -145,7 +152,7 @@ def choose_start(
             f"it rolled back or changed rows or code there, but keeps {kept_text}: replay a later "
             "step, and raise config.checkpoint.keep in the next run"
         )
-    return max(usable), count
+    return max(usable), rollback_count
 
 
 @contextmanager
@@ -155,11 +162,11 @@ def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLea
     Raises: UserError, if models, rows or code have changed since the run, or this machine cannot run it.
     """
     config = read_config(start.folder)
-    # The replay ends with its step, so that nothing is sampled for later steps, and it uses no logger. A config whose
-    # last step is one of the critic's warm-up is refused, so such a replay ends one step after the warm-up.
+    # The replay ends with its step, so that nothing is sampled for later steps, and it uses no logger. A config is
+    # refused if all of its steps belong to the warm-up of the critic, so the replay ends at least one step after it.
     config.num_steps = max(start.step, flatten(config).get("critic.warmup_steps", 0) + 1)
     config.log.to, config.log.project, config.log.profile = (), "", ""
-    # Files of samples replace the engine and the judge, which this machine may lack.
+    # Files of samples replace the engine and the judge, so it is no error if this machine lacks these two.
     checked = collected() if start.files else nullcontext()
     with TemporaryDirectory(prefix="jaxrl-replay-") as temporary, redirect_stdout(io.StringIO()), checked:
         workdir = Path(temporary)
@@ -178,7 +185,10 @@ def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLea
 
 
 def copy_run(start: ReplayStart, workdir: Path) -> None:
-    """Makes a work directory that resumes the run at the start of a replay. It links to the checkpoint, to read it."""
+    """Fills a work directory from which the run resumes at the start of a replay: config, checkpoint and rollbacks.
+
+    A checkpoint on a disk is linked and not copied, because the replay only reads it.
+    """
     checkpoints, rollbacks = workdir / "checkpoints", workdir / "rollbacks"
     shutil.copyfile(start.folder / "config.json", workdir / "config.json")
     checkpoints.mkdir()

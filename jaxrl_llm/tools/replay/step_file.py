@@ -43,11 +43,17 @@ def load(file: Path) -> StepRecord:
     except (OSError, SafetensorError) as error:
         raise UserError(f"--from {file} cannot be read ({error}): use a file of jaxrl replay --export") from error
     if metadata.get("format") != FORMAT:
-        found = metadata.get("format")
-        raise UserError(f"--from {file}: its format is {found}, not {FORMAT}: use a file of jaxrl replay --export")
+        file_format = metadata.get("format")
+        raise UserError(
+            f"--from {file}: its format is {file_format}, not {FORMAT}: use a file of jaxrl replay --export"
+        )
     fields: dict[str, Any] = json.loads(metadata["record"]) | {table: {} for table in TABLES}
+    # An array with the name TABLE/NAME belongs to a field with several arrays, and any other array is a field itself.
     for name, array in arrays.items():
-        table, _, key = name.partition("/")
-        (fields[table] if key else fields)[key or name] = array
+        table, _, array_name = name.partition("/")
+        if array_name:
+            fields[table][array_name] = array
+        else:
+            fields[name] = array
     fields["differences"] = {name: tuple(pair) for name, pair in fields["differences"].items()}
     return StepRecord(**fields)

@@ -62,8 +62,9 @@ def step(
     compared = read_changes(start.folder, changes) if changes else None
     show(start.announcement())
     with restored_run(start) as (session, parts, lease):
-        for earlier in range(start.start + 1, number):
-            lease, _ = rl_step(session, parts, lease, earlier)
+        # The steps between the checkpoint and the replayed step run without an observer.
+        for earlier_step in range(start.start + 1, number):
+            lease, _ = rl_step(session, parts, lease, earlier_step)
         learning = parts.learning
         observer = StepObserver(
             learning, parts.model, with_gradient=with_gradient or bool(compared), keep_states=bool(compared)
@@ -79,6 +80,7 @@ def step(
 
 def make_record(start: ReplayStart, parts: Parts, observer: StepObserver, record: Record) -> StepRecord:
     """Returns the record of a replayed step. record: result of the step, as the run would log it."""
+    # The record holds the metrics of both steps, the arrays of the samples, and the numbers of the observer.
     metrics = {name: json_number(value) for name, value in record.summary().items()}
     reasons = reasons_for_rounding(start)
     assert record.samples, "a step of train samples"

@@ -34,7 +34,7 @@ from jaxrl_llm.tools.report.runs import read_config
 # Fields that decide about an update, but not about its samples: sections, or fields of other sections.
 CHANGEABLE = ("loss.", "kl.", "entropy.", "advantage.", "importance.", "mask.", "aggregate.", "optim.")
 CHANGEABLE += ("reward.weights", "reward.overlong_tokens", "health.skip")
-IN_SAMPLES = ("mask.truncated",)  # fields of these sections that are applied while sampling
+IN_SAMPLES = ("mask.truncated",)  # fields of these sections that cannot be changed, because sampling applies them
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def compare_settings(
     learning: learning of the run. observer: observer of the replayed step, which has kept its inputs. made: updates of
     the replayed step.
     """
+    # The learning of the run is copied with the objective, optimizer and credit assignment of the other settings.
     policy, other = learning.learners["policy"], compared.other
     parameters = LearnerParameters(policy.shapes.params, dict, policy.base)
     learner = policy_learner(other, learning.mesh, make_objective(other, parts.model), parameters)
@@ -99,17 +100,22 @@ def compare_settings(
         assign_credit=make_credit(other.credit, learning.mesh),
         kl_in_reward=other.credit.kl is not None,
     )
+    # The updates start from the states and the samples of the replayed step.
     states = observer.states | {"policy": converted_state(observer.states["policy"], compared, learner.shapes)}
     changed_observer = StepObserver(changed_learning, parts.model, with_gradient=True)
     changed = make_updates(observed(changed_learning, changed_observer), states, observer.credit_inputs, made.step)
-    before = observer.states["policy"].params
-    changes = [jax.tree.map(np.subtract, transfers.to_host(x.states["policy"].params), before) for x in (made, changed)]
-    size = np.sqrt(product(changes[0], changes[0]) * product(changes[1], changes[1]))
+    # The two changes of the parameters are compared by the cosine of the angle between them.
+    initial_params = observer.states["policy"].params
+    own_change, other_change = (
+        jax.tree.map(np.subtract, transfers.to_host(updates.states["policy"].params), initial_params)
+        for updates in (made, changed)
+    )
+    norms = np.sqrt(product(own_change, own_change) * product(other_change, other_change))
     return WhatIf(
         changes=compared.changes,
         own=outcome(parts, learning, observer, made),
         other=outcome(parts, changed_learning, changed_observer, changed),
-        cosine=float(product(*changes) / size) if size else 0.0,
+        cosine=float(product(own_change, other_change) / norms) if norms else 0.0,
     )
 
 
@@ -132,8 +138,8 @@ def converted_state(state: TrainState, compared: ComparedRecipes, shapes: TrainS
         for name, coefficient in other.items()
     }
     # The structure depends on clip_norm, but the arrays do not.
-    arrays, places = jax.tree.leaves(state.opt_state), jax.tree.leaves(shapes.opt_state)
-    arrays = [x.astype(place.dtype) for x, place in zip(arrays, places, strict=True)]
+    arrays, shapes_of_arrays = jax.tree.leaves(state.opt_state), jax.tree.leaves(shapes.opt_state)
+    arrays = [array.astype(shape.dtype) for array, shape in zip(arrays, shapes_of_arrays, strict=True)]
     opt_state = jax.tree.unflatten(jax.tree.structure(shapes.opt_state), arrays)
     return TrainState(state.params, opt_state, coef_state)
 
@@ -141,9 +147,9 @@ def converted_state(state: TrainState, compared: ComparedRecipes, shapes: TrainS
 def make_updates(learning: Learning, host_states: States, credit_inputs: tuple[Any, ...], step: int) -> MadeUpdates:
     """Makes the updates of a step. host_states: states of the learners before them, on the host."""
     shapes: PyTree = learning.device_shapes()
-    places = jax.tree.map(lambda x: x.sharding, {name: shapes[name] for name in host_states})
+    shardings = jax.tree.map(lambda x: x.sharding, {name: shapes[name] for name in host_states})
     # The updates donate these arrays, which therefore must not share memory with the arrays on the host.
-    states, updates = jax.device_put(host_states, places, may_alias=False), []
+    states, updates = jax.device_put(host_states, shardings, may_alias=False), []
     sampled, scores, rewards, _ = credit_inputs  # the last one holds coefficients of the run's settings
     batch, _ = learning.assign_credit(sampled, scores, rewards, learning.coefficients(states))
     for rows in learning.minibatches(step):
@@ -153,12 +159,13 @@ def make_updates(learning: Learning, host_states: States, credit_inputs: tuple[A
 
 
 def outcome(parts: Parts, learning: Learning, observer: StepObserver, made: MadeUpdates) -> UpdateOutcome:
-    """Returns what the updates did. observer: observer of these updates."""
+    """Returns metrics, KL divergence and gradients of updates. observer: observer of these updates."""
     score = score_columns(parts.model, learning.sampling, learning.mesh, learning.sizes.microbatch, "logprobs")
     batch = transfers.shard_batch(observer.batch, learning.mesh)
     mask = observer.batch.loss_mask
     before, after = observer.columns(), transfers.to_host(score(learning.policy(made.states), batch))
-    kl = k3(*(jnp.asarray(x["logprobs"][mask]) for x in (before, after)))
+    # The divergence compares the policy before and after the updates on the trained tokens.
+    kl = k3(*(jnp.asarray(columns["logprobs"][mask]) for columns in (before, after)))
     metrics = update_metrics(transfers.to_host(made.updates))
     return UpdateOutcome(
         metrics={name: float(value) for name, value in metrics.items()},
