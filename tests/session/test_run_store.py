@@ -21,7 +21,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import bucket
 from jaxrl_llm.session import bucket_lock
 from jaxrl_llm.session.bucket_lock import BucketLock, locked
-from jaxrl_llm.session.checkpoint import COMMITTED, MODELS, Checkpoints, has_checkpoint
+from jaxrl_llm.session.checkpoint import COMMIT_MARK, MODELS, Checkpoints, has_checkpoint
 from jaxrl_llm.session.run_store import RunBucket
 from jaxrl_llm.structs import PartState
 
@@ -209,7 +209,7 @@ def test_a_deleted_checkpoint_of_a_bucket_counts_no_more_at_once(cloud, path, bu
         checkpoints.wait()
         bucket_server.changes = changes.append
         checkpoints.go_back(0)
-    assert changes[0] == f"DELETE {cloud.name}/checkpoints/1/{COMMITTED}"
+    assert changes[0] == f"DELETE {cloud.name}/checkpoints/1/{COMMIT_MARK}"
     assert len(changes) > 3
 
 
