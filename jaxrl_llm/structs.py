@@ -171,10 +171,9 @@ class Prompts:
 
     def joined(self, later_prompts: Prompts) -> Prompts:
         """Returns these prompts followed by `later_prompts`."""
-        tokens, mask, numbers = (
-            np.concatenate([getattr(self, name), getattr(later_prompts, name)])
-            for name in ("tokens", "mask", "numbers")
-        )
+        tokens = np.concatenate([self.tokens, later_prompts.tokens])
+        mask = np.concatenate([self.mask, later_prompts.mask])
+        numbers = np.concatenate([self.numbers, later_prompts.numbers])
         images = jax.tree.map(lambda *parts: np.concatenate(parts), self.images, later_prompts.images)
         rows, sources = self.rows + later_prompts.rows, self.sources + later_prompts.sources
         return replace(self, tokens=tokens, mask=mask, rows=rows, numbers=numbers, sources=sources, images=images)

@@ -27,7 +27,10 @@ def check_batch_fits_mesh(sizes: Sizes, mesh: Mesh) -> None:
 
 
 def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
-    """Raises: UserError, if sampling ahead could deadlock the programs of sampler and trainer."""
+    """Raises: UserError, if sampling ahead (rollout.max_lag) could deadlock the programs of sampler and trainer.
+
+    Two programs with collectives hang if some devices run the one first, and other devices the other one.
+    """
     processes, max_lag = distributed.count(), recipe.rollout.max_lag
     if not recipe.chosen_engine.in_trainer or not max_lag:
         return

@@ -13,7 +13,7 @@ _collected_lines: ContextVar[list[str] | None] = ContextVar("missing", default=N
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """Collects the errors of the `tried` steps within it, so that the checks continue. Yields the list of lines."""
+    """Collects the MissingHere errors of `tried` blocks, so that the checks continue. Yields the list of messages."""
     lines: list[str] = []
     token = _collected_lines.set(lines)
     try:
@@ -24,9 +24,9 @@ def collected() -> Iterator[list[str]]:
 
 @contextmanager
 def tried() -> Iterator[None]:
-    """Runs a step of a check that this machine may lack something for.
+    """Context for a part of a check that needs a file or package which this machine may lack.
 
-    Raises: MissingHere, outside of `collected`, which keeps the error's line instead.
+    Raises: MissingHere, unless it runs inside of `collected`, which keeps the message of the error instead.
     """
     try:
         yield

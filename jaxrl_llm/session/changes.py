@@ -42,8 +42,8 @@ class Change:
 
     after_step: int
     field: str  # config field of the rows, or CODE and the name of a function
-    before: str
-    now: str
+    before: str  # hash before the change
+    now: str  # hash since the change
     rows_before: list[int]  # number of rows of each source of the mixture; [] for code
     rows_now: list[int]
 

@@ -47,7 +47,7 @@ class Inputs:
 
     @property
     def image_limits(self) -> ImageLimits | None:
-        """The limits of the images in all these prompts; None: they have none."""
+        """The limits of the images of all training and evaluation prompts; None if no prompt has an image."""
         return image_rows.limits(*(rows.images for rows in (self.dataset, *self.held_out.values())))
 
     @property

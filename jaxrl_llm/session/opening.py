@@ -94,6 +94,7 @@ def open_session(
     the changes of rows and code that the config accepts.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has too little free space.
     """
+    # `enter` registers what must be closed when the run ends.
     workdir, store, enter = work_directory.workdir, work_directory.store, work_directory.resources.enter_context
     goes_back = plan.most_rollbacks > 0
     opened_checkpoints = Checkpoints(
@@ -101,6 +102,7 @@ def open_session(
     )
     checkpoints = enter(closing(opened_checkpoints))
     start, accepted_changes = checkpoints.check_beginning(flatten(work_directory.config))
+    # Process 0 checks the work directory once more, and writes the config before the log and the checkpoints.
     if distributed.first():
         with store.naming_workdir():
             workdirs.check_log(workdir, start, plan.checkpoint.every)
@@ -108,8 +110,8 @@ def open_session(
         workdirs.write_config(workdir, work_directory.config)
         changes.write(workdir, accepted_changes)
         store.sync()
-    files = SampleFiles(store.checkpoints.parent / FOLDER, plan.log.keep_samples, store.check_lock)
-    opened_log = Log(workdir, plan.log, plan.steps, work_directory.config, sample_files=files, name=store.name)
+    sample_files = SampleFiles(store.checkpoints.parent / FOLDER, plan.log.keep_samples, store.check_lock)
+    opened_log = Log(workdir, plan.log, plan.steps, work_directory.config, sample_files=sample_files, name=store.name)
     log = enter(closing(opened_log))
     session = Session(
         workdir=workdir,

@@ -35,7 +35,7 @@ class Profile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Traces the block if step `number` is in the range. A run that resumes within the range traces its rest."""
+        """Traces the block if step `number` is in the range. A resumed run traces the steps that it still makes."""
         if number in self._steps and not self._is_tracing:
             self._is_tracing = True
             jax.profiler.start_trace(self._folder, create_perfetto_trace=True)

@@ -1,7 +1,8 @@
-"""The files of a run's samples. A replay reads what a judge, a tool, a vLLM server or a clock would give anew.
+"""The files of a run's samples, from which `jaxrl replay` makes a step again.
 
-A step has one compressed file of each process, samples/STEP-PROCESS.npz in the work directory, also in a bucket. It is
-written before the step's line of metrics.jsonl, and holds the tokens without padding.
+A judge, a tool, a vLLM server or a clock would give other results in the replay, so the run keeps their results.
+Each process writes one compressed file for a step, samples/STEP-PROCESS.npz in the work directory, also in a bucket.
+The file is written before the step's record in metrics.jsonl, and holds the tokens without padding.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from jaxrl_llm.rollout.samples import CompletionTask, Samples
 from jaxrl_llm.session.record import LOG_CHANNEL
 from jaxrl_llm.structs import Rewards, Rollouts, Tree
 
-FOLDER = "samples"  # in the work directory
+FOLDER = "samples"  # folder of the files in the work directory
 PER_TOKEN = ("completions", "loss_mask", "logprobs", "versions")  # fields of `Rollouts` with a value for each token
 TURNS = ("turn_numbers", "turn_rewards")  # further fields of this kind, if the estimator needs the turns
 
 
 class SampledTask(NamedTuple):
-    """What turns the token ids of a file into samples: the rows of the run, and how completions become texts."""
+    """What turns the token ids in a file into samples: the rows of the run, its tokenizer and its environments."""
 
     dataset: data.Dataset
     tokenizer: Any
@@ -59,7 +60,7 @@ class SampleFiles:
         return {step for step, _ in self._files()}
 
     def remove_after(self, step: int) -> None:
-        """Removes the files of later steps, which the run makes again. Only the first process calls it."""
+        """Removes the files of the steps after `step`, which the run makes again. Only the first process calls it."""
         with self._as_user_errors():
             for number, file in [*self._files()]:
                 if number > step:

@@ -20,7 +20,7 @@ class RollbackSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthSettings:
-    """What a run does about findings of health rules. Arguments of rules are fields too."""
+    """What a run does about findings of health rules. Fields such as `max_skipped` are arguments of a rule."""
 
     max_skipped: MayChange[Count]  # of the rule `updates_skipped`
     """Skipped updates in a row that stop the run; 0: never. An update is skipped if its gradient is not finite or no

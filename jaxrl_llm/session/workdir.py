@@ -27,15 +27,20 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], field_table: Table) 
     another program, or holds a run of another config.
     """
     check_local("--workdir", str(workdir))
-    existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise UserError(f"--workdir {workdir} cannot be created, because {existing} is a file: use another folder")
-    if not os.access(existing, os.W_OK):
-        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+    # The directory itself, or the nearest folder above it that exists, must be writable.
+    folders = (workdir.absolute(), *workdir.absolute().parents)
+    existing_folder = next(folder for folder in folders if folder.exists())
+    if not existing_folder.is_dir():
+        raise UserError(
+            f"--workdir {workdir} cannot be created, because {existing_folder} is a file: use another folder"
+        )
+    if not os.access(existing_folder, os.W_OK):
+        is_read_only = os.statvfs(existing_folder).f_flag & os.ST_RDONLY
         reason = "is on a read-only disk" if is_read_only else "is not writable by you"
-        raise UserError(f"--workdir {workdir}: {existing} {reason}: use another folder")
+        raise UserError(f"--workdir {workdir}: {existing_folder} {reason}: use another folder")
     if not workdir.exists() or all(_is_left_by_launcher(file) for file in workdir.iterdir()):
         return  # the directory holds no run yet
+    # A directory with other files must hold the config.json of a run.
     file = workdir / "config.json"
     remedy = "use a new folder"
     if has_checkpoint(workdir / "checkpoints"):  # a new folder would abandon these checkpoints
@@ -49,6 +54,7 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], field_table: Table) 
         saved_fields = flatten(json.loads(file.read_text()))
     except (ValueError, AttributeError):  # the file is not JSON, or holds no object
         raise UserError(f"--workdir {workdir}: {file} is not the config of a run: {remedy}") from None
+    # The run continues only if each field has its first value, except fields that may change during a run.
     current_fields = json.loads(json.dumps(fields))  # converts tuples to lists, because the file has lists
     may_change = names_that_may_change(field_table, fields)
     # Function names are compared first, because a changed function also changes the other fields of its section.
@@ -80,6 +86,7 @@ def initial_values(read: Callable[[], str], fields: Mapping[str, Any]) -> dict[s
 
 
 def _sections(fields: Iterable[str]) -> set[str]:
+    """Returns the first words of dotted fields, such as "optim" of optim.learning_rate."""
     return {name.partition(".")[0] for name in fields}
 
 
@@ -99,6 +106,7 @@ def check_log(workdir: Path, start: int, checkpoint_every: int) -> None:
         )
     if start or not last_step:
         return
+    # Each of these files shows that a checkpoint was complete.
     marks = [name for name in ("hf", "adapter", SAVED) if (workdir / name).exists()]
     # Runs of earlier versions lack SAVED. Their second save waited until the first was complete, and the log had the
     # step of the second save before that. They exported a model after the last save was complete.

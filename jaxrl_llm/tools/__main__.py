@@ -13,6 +13,7 @@ from typing import NoReturn
 from jaxrl_llm import __version__
 from jaxrl_llm.errors import UserError, run_main
 
+# {NAME of `jaxrl NAME`: module whose function `main` is the program, and its line in --help}
 PROGRAMS = {
     "train": ("jaxrl_llm.train", "reinforcement learning"),
     "sft": ("jaxrl_llm.sft", "supervised fine-tuning, also on preferences: DPO, SimPO"),

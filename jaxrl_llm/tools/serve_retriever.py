@@ -46,7 +46,7 @@ def main() -> None:
             f"--host {args.host} lets every machine that reaches this address read the corpus, without encryption: use "
             "127.0.0.1, or add --public on a private network"
         )
-    # Types are compared exactly, because a flag is a bool, and so an int for isinstance.
+    # Each number must be 1 or more. Types are compared exactly, because isinstance counts the bool --public as an int.
     numbers = {name: value for name, value in vars(args).items() if type(value) is int}
     for name, value in numbers.items():
         if value < 1 or (name == "port" and value > 65535):

@@ -35,11 +35,11 @@ def main() -> None:
     args = parser.parse_args()
     extras.require("plotly", "report", "the page")
     disk.check_output("--to", args.to)
-    in_bucket = [address for path in args.workdirs if (address := bucket.address(path))]
-    if in_bucket and not args.to:
+    bucket_addresses = [address for path in args.workdirs if (address := bucket.address(path))]
+    if bucket_addresses and not args.to:
         raise UserError(
-            f"{in_bucket[0]} is in a bucket: a page can neither be written to a bucket nor, with --serve, follow a run "
-            "there: use --to FILE, with a file on this machine, and no --serve"
+            f"{bucket_addresses[0]} is in a bucket: a page can neither be written to a bucket nor, with --serve, "
+            "follow a run there: use --to FILE, with a file on this machine, and no --serve"
         )
     args.workdirs = [*map(bucket.fetch_run, args.workdirs)]
     if args.serve is None:
@@ -54,7 +54,7 @@ def write(workdirs: Sequence[Path], file: Path) -> None:
     """Writes the page to a file. Raises: UserError, if a run cannot be read or the file cannot be written."""
     from jaxrl_llm.tools.report import page  # it imports plotly
 
-    read_config(workdirs[0])  # first, because the default file is in this folder
+    read_config(workdirs[0])  # refuses a folder without a run before the page is written into it
     disk.check_output("--to", file)
     readers = dict[Path, Reader]()
     text = page.render(workdirs, readers=readers)

@@ -11,6 +11,8 @@ MAX_CHARACTERS = 3000  # characters of a text on the page
 
 
 class LabelledCompletion(NamedTuple):
+    """A completion on the page, with the reason why it is shown, such as "best, reward 1"."""
+
     label: str
     text: str
 
@@ -32,6 +34,7 @@ def groups(run: ReportedRun) -> list[Group]:
 
 def _group(line: dict[str, Any]) -> Group:
     """Returns what the report shows of a group. line: a line of completions.jsonl."""
+    # Pairs of a reward, None without a verdict, and its completion. The judged pairs are sorted by their rewards.
     pairs = list(zip(line["rewards"], line["completions"], strict=True))
     judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])
     unjudged = len(pairs) - len(judged)

@@ -57,9 +57,11 @@ def render_waiting(message: str, live: str) -> str:
 
 def stamp(workdirs: Sequence[Path]) -> str:
     """Returns a text that changes with the runs' files."""
-    states = [(file.stat() if file.is_file() else None) for folder in workdirs for file in map(folder.joinpath, FILES)]
+    files = [folder / name for folder in workdirs for name in FILES]
+    states = [file.stat() if file.is_file() else None for file in files]
     # The size counts too, because two writes within a tick of the file system have the same time.
-    return "-".join("0" if x is None else f"{x.st_mtime_ns:x}.{x.st_size:x}" for x in states)
+    texts = ["0" if state is None else f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states]
+    return "-".join(texts)
 
 
 def card(run: ReportedRun) -> list[tuple[str, str]]:
@@ -84,4 +86,5 @@ def card(run: ReportedRun) -> list[tuple[str, str]]:
 
 
 def _time(seconds: float) -> str:
+    """Returns a time, in seconds since 1970, as text."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"

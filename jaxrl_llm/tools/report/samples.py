@@ -21,18 +21,24 @@ MAX_COMPLETIONS = 8  # completions of a problem on the page
 
 
 class ShownTurn(NamedTuple):
+    """A turn of an episode; of a completion without an environment the whole text, with the role ""."""
+
     role: str
     text: str
 
 
 class ScoredCompletion(NamedTuple):
-    score: float
+    """A completion on the page, with its scores."""
+
+    score: float  # weighted sum of the reward functions
     channels: str  # all scores, in a line
     turns: list[ShownTurn]
 
 
 class Problem(NamedTuple):
-    number: int
+    """A prompt of the evaluation on the page, with its first completions."""
+
+    number: int  # number of the prompt in the data set, from 1
     prompt: str
     images: list[tuple[str, str]]  # name and data URL of each
     columns: str  # the other columns of the row, as text

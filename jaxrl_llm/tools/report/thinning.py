@@ -11,8 +11,9 @@ def thin(x: np.ndarray, y: np.ndarray, limit: int = POINTS) -> tuple[np.ndarray,
     """Returns at most `limit` points of a curve: the lowest and the highest of every part. NaN stays a gap."""
     if len(x) <= limit:
         return x, y
+    # The curve is divided into parts of `size` points, of which each becomes a row of a grid.
     size = part(len(x), limit)
-    rows = -(-len(x) // size)
+    rows = -(-len(x) // size)  # number of parts, rounded up
     # Both extremes of each part are drawn, so a spike of a single step stays in sight. A mean would hide it.
     padded = np.full(rows * size, np.nan)
     padded[: len(y)] = y

@@ -24,6 +24,7 @@ KL, AGGREGATION, LOSS_ARGUMENTS = map(read_names, ("kl", "aggregation", "loss_ar
 ADVANTAGES = read_names("advantages")
 # The product of these keys is the number of GPUs of a run.
 MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")
+# Arguments of a loss that bound the importance ratio from below and from above.
 CLIP_SIDES = ("clip_low", "clip_high")
 
 
@@ -197,8 +198,9 @@ class Family:
         coef, kind = (keys[self.key_of_field[field]] for field in ("kl.coef", "kl.estimator"))
         if in_loss:
             # EasyR1 has one pair of keys for the penalty in the loss and in the reward, and an older pair for the loss.
-            of_loss = (keys[f"{self.policy}kl_loss_{name}"] for name in ("coef", "type"))
-            coef, kind = (own if own is not None else both for own, both in zip(of_loss, (coef, kind), strict=True))
+            loss_coef, loss_kind = (keys[f"{self.policy}kl_loss_{name}"] for name in ("coef", "type"))
+            coef = coef if loss_coef is None else loss_coef
+            kind = kind if loss_kind is None else loss_kind
         coef, kind = float(coef), str(kind)
         # A + has no effect in a reward, because no gradient flows through a reward.
         estimator, reason = kl_estimator(kind if in_loss else kind.removesuffix("+"))
@@ -208,8 +210,9 @@ class Family:
             return Outcome("mapped", {"kl": None}, "its coefficient is 0" * in_loss)
         fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
         # These estimators divide by the deviation of rewards, which a penalty in the reward would change.
-        divides = str(keys["algorithm.adv_estimator"]).startswith(("grpo", "reinforce_plus_plus_baseline"))
-        if not in_loss and not divides:
+        estimator_name = str(keys["algorithm.adv_estimator"])
+        divides_by_deviation = estimator_name.startswith(("grpo", "reinforce_plus_plus_baseline"))
+        if not in_loss and not divides_by_deviation:
             return Outcome("mapped", fields | {"kl.placement": "reward", "kl.estimator": KL[kind.removesuffix("+")]})
         reason = reason if in_loss else SENTENCES["IN_REWARD"]
         return Outcome("changed" if reason else "mapped", fields, reason)
@@ -225,9 +228,9 @@ class Family:
     def kl_part(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates the coefficient or the estimator of the KL penalty to `kl.coef` or `kl.estimator`."""
         # In the loss, EasyR1's older pair of keys wins over the pair for both.
-        own = {"kl_coef": "kl_loss_coef", "kl_penalty": "kl_loss_type"}.get(row.name)
-        if own and self.in_loss(keys) and keys[f"{self.policy}{own}"] is not None:
-            return Outcome("no effect", reason=f"{self.policy}{own} is read")
+        older_name = {"kl_coef": "kl_loss_coef", "kl_penalty": "kl_loss_type"}.get(row.name)
+        if older_name and self.in_loss(keys) and keys[f"{self.policy}{older_name}"] is not None:
+            return Outcome("no effect", reason=f"{self.policy}{older_name} is read")
         outcome = self.kl_switch(value, keys)
         if row.field in outcome.fields:
             outcome = replace(outcome, fields={row.field: outcome.fields[row.field]})
@@ -298,10 +301,10 @@ class Family:
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates a key of the critic's updates: in jaxrl_llm the critic has the batches of the policy."""
-        policy = f"{self.policy}{row.name}"
-        if value is None or value == keys[policy]:
-            return Outcome("no effect", reason=f"the critic has the value of {policy} in both trainers")
-        return unsupported(row.key, f"in jaxrl_llm the critic has the value of {policy}: {keys[policy]}")
+        policy_key = f"{self.policy}{row.name}"
+        if value is None or value == keys[policy_key]:
+            return Outcome("no effect", reason=f"the critic has the value of {policy_key} in both trainers")
+        return unsupported(row.key, f"in jaxrl_llm the critic has the value of {policy_key}: {keys[policy_key]}")
 
 
 def divisors(number: int) -> list[int]:
@@ -414,7 +417,7 @@ def mixture(sources: list[str], convert: str) -> Outcome:
     """Returns a mixture of several files to train on, from which rows are drawn by weight."""
     parts: dict[str, dict[str, Any]] = {}
     for source in sources:
-        # The name of a file with as many of its folders as make it unique, such as math_train.
+        # A source is named by its file, with as many of its folders as make the name unique, such as math_train.
         words = [re.sub(r"\W+", "_", word).strip("_") for word in source.rpartition(".")[0].split("/")]
         names = ["_".join(filter(None, words[-size:])) for size in range(1, len(words) + 1)]
         unused_names = [name for name in names if name.isidentifier() and name not in parts]

@@ -107,7 +107,7 @@ class Interpreter(ABC):
     """Follows statements in the order in which Python runs them. A subclass says what calls mean."""
 
     def __init__(self, environment: Mapping[str, Any]) -> None:
-        self.names: ChainMap[str, Any] = ChainMap()  # those of a function before those of its caller
+        self.names: ChainMap[str, Any] = ChainMap()  # values of variables; those of a function hide those of its caller
         self.star_module = ScriptObject("name", "")  # module of `from module import *`
         self.global_names: set[str] = set()  # names that a function of the script declares global
         self.environment = dict(environment)  # environment variables that the command or the script sets
@@ -219,6 +219,7 @@ class Interpreter(ABC):
 
     def assign(self, owner: Any, name: Any, value: Any, target: ast.expr) -> None:
         """Sets an attribute of an object, or an entry of a list or dict, whose name or index is `name`."""
+        # A value that is set under an unknown condition is unknown, and so is a name that only running could tell.
         value = Unread(self.unknown_condition) if self.unknown_condition else value
         name = name if isinstance(name, str) and is_literal(name) else f"**{snippet(target)}"
         match owner:
@@ -243,6 +244,7 @@ class Interpreter(ABC):
         for value in values:
             if isinstance(value, list | dict):
                 objects += self.record_change(list(value.values() if isinstance(value, dict) else value), name, node)
+            # A change of a part, such as a layer, is a change of the whole object.
             owner = value.value if isinstance(value, ScriptObject) and value.kind == "part" else value
             if isinstance(owner, ScriptObject) and owner.kind not in ("name", "function", "class", "parser"):
                 if owner.kind == "object":

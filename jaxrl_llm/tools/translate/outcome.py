@@ -273,29 +273,32 @@ def with_defaults_of(
     becomes an `Unread` value, as if the file had the key in a form that cannot be read.
     """
     notes: list[str] = []
-    # Editions of the trainer, each with the key that shows it. The release of a file has no such key.
+    # Editions of the trainer, such as Unsloth's, each with the key that shows it. The release has no such key.
     editions = [(patch, key) for patch in table.patches if (key := first_key(patch.only_keys, values))]
     if release != LATEST:
         editions.insert(0, (Version(release_name(release), (), table.releases.defaults_at(release)), ""))
     for edition, key in editions:
         # Defaults count for keys that the file does not set.
         unset = {name: x for name, x in edition.defaults.items() if name not in newest_values}
-        own = {name: x for name, x in unset.items() if x != table.defaults.get(name)}
+        other_defaults = {name: x for name, x in unset.items() if x != table.defaults.get(name)}
         known = {name: x for name, x in edition.defaults.items() if not isinstance(x, Unread)}
         # A name in parentheses is no key of the trainer, but says how a release behaves.
-        shown = [f"{name} = {known[name]}" for name in own if name in known and name[0] != "("]
+        shown = [f"{name} = {known[name]}" for name in other_defaults if name in known and name[0] != "("]
         listed = ", ".join(shown) or "none that matters"
         if known and isinstance(values.get(key), Unread):
             # The script has the key under a condition, as in `if args.fast: import unsloth`.
             sign = f"{key} shows {edition.name}, if {values[key]}"
             notes.append(f"{sign}. It is not known which defaults apply: {listed}")
-            own = {name: Unread(f"{x} {edition.name}, else {table.defaults.get(name)}") for name, x in own.items()}
+            other_defaults = {
+                name: Unread(f"{x} {edition.name}, else {table.defaults.get(name)}")
+                for name, x in other_defaults.items()
+            }
         elif edition.name:
             defaults = {name: x for name, x in (table.defaults | known).items() if x != MISSING}
             version = f"{table.version} {edition.name}" if key else edition.name
             table = replace(table, version=version, defaults=defaults)
             notes.append(f"the defaults {edition.name if key else f'of {edition.name}'} apply: {listed}")
-        newest_values = newest_values | {name: x for name, x in own.items() if isinstance(x, Unread)}
+        newest_values = newest_values | {name: x for name, x in other_defaults.items() if isinstance(x, Unread)}
     return table, newest_values, notes
 
 

@@ -164,7 +164,8 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
 
     keys: keys of the training command, which are no loss if another line has them too.
     """
-    # A command whose first word looks like a key is the end of the training command, which a comment has cut off.
+    # Words of commands that were followed are no loss. A command whose first word looks like a key does not count,
+    # because it is the end of the training command, which a comment has cut off.
     whole_commands = [command for command in script.commands if not _words_like_keys(command.words[0])]
     reached = script.explained_positions.union(*(command.positions for command in whole_commands))
     words_by_line: list[tuple[int, list[str]]] = []
@@ -213,6 +214,7 @@ def _from_command(path: Path, command: ShellCommand, files: Mapping[str, str]) -
         settings = documents.with_files(path, {key: documents.value_of(value) for key, value in hydra.items()}, files)
         settings.lost += _unkeyed(unkeyed) + (f"{program_file}: {SENTENCES['OTHER_MAIN']}",) * (known_note is None)
         return documents.with_references(settings, environment)
+    # Any other command has the flags of a program of TRL.
     options, unkeyed = arguments.flags(argument_words)
     values: dict[str, Any] = {}
     for key, value in options.items():

@@ -235,14 +235,18 @@ class ScriptRun(Interpreter):
 
     def follow_function(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
         """Follows the body of a function of the script with its arguments bound, and returns its value."""
-        # A function may call itself, so calls inside each other end at some depth.
+        # A function may call itself, so the interpreter follows at most 9 calls inside each other.
         if len(self.names.maps) > 9:
             return self.changing_call(snippet(node), list(arguments.values()), node)
         positional = [*function.args.posonlyargs, *function.args.args]
         # The last parameters have the defaults.
         defaults = [None] * (len(positional) - len(function.args.defaults)) + function.args.defaults
         parameters = zip([*positional, *function.args.kwonlyargs], defaults + function.args.kw_defaults, strict=True)
-        values = {x.arg: self.value(default) if default else Unread(x.arg) for x, default in parameters}
+        values = {
+            parameter.arg: self.value(default) if default else Unread(parameter.arg)
+            for parameter, default in parameters
+        }
+        # The body sees its parameters before the names of the caller, and collects its own returned values.
         self.names = self.names.new_child(values | arguments)
         outer_returned, self.returned_values = self.returned_values, []
         self.follow(function.body)
@@ -343,11 +347,11 @@ class ScriptRun(Interpreter):
 
         The factory is a function without arguments, such as `list` or `lambda: [1.0, 0.4]`.
         """
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        factory = given.get("default_factory")
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        factory = keywords.get("default_factory")
         if factory and not isinstance(factory, ast.Lambda):
             return self.call(ast.copy_location(ast.Call(factory, [], []), node))
-        default = factory.body if isinstance(factory, ast.Lambda) else given.get("default")
+        default = factory.body if isinstance(factory, ast.Lambda) else keywords.get("default")
         return self.value(default) if default else Unread(snippet(node))
 
     def call_HfArgumentParser(self, parent: str, node: ast.Call) -> ScriptObject:
@@ -365,8 +369,10 @@ class ScriptRun(Interpreter):
         a list with one object for each class. The value of an option is that of the command, or else the default.
         """
         if name == "add_argument":
+            # The option has the name of `dest`, or of its first long flag, or of its first flag.
             flags = [value for key, value in arguments.items() if key.isdigit() and isinstance(value, str)]
-            option = str(arguments.get("dest", next((x for x in flags if x.startswith("--")), (flags or ["-"])[0])))
+            long_flags = [flag for flag in flags if flag.startswith("--")]
+            option = str(arguments.get("dest", [*long_flags, *flags, "-"][0]))
             switches = {"store_true": False, "store_false": True}
             default = switches.get(str(arguments.get("action")), Unread(f"the option {option}"))
             parser.keys[option.lstrip("-").replace("-", "_")] = arguments.get("default", default)
@@ -377,8 +383,8 @@ class ScriptRun(Interpreter):
         if self.options is None:
             self.notes.append(f"{citation(node)}: an option of the command line is taken to have its default")
         if parser.value == "ArgumentParser":
-            given = {option: x for option, x in self.own_options.items() if option in parser.keys}
-            options = ScriptObject("object", snippet(node), parser.keys | given)
+            given_options = {option: x for option, x in self.own_options.items() if option in parser.keys}
+            options = ScriptObject("object", snippet(node), parser.keys | given_options)
             return [options, []] if "known" in name else options
         entries = [entry for entry in parser.value if isinstance(entry, ScriptObject)]
         own_fields = {field for entry in entries if entry.kind == "class" and not entry.value for field in entry.keys}
@@ -411,8 +417,8 @@ class ScriptRun(Interpreter):
 
     def call_get_soft_overlong_punishment(self, parent: str, node: ast.Call) -> Any:
         """Interprets TRL's penalty for long completions: a reward function named with its length."""
-        given = self.arguments(node, ("max_completion_len", "soft_punish_cache"))
-        end, tokens = given.get("max_completion_len"), given.get("soft_punish_cache")
+        arguments = self.arguments(node, ("max_completion_len", "soft_punish_cache"))
+        end, tokens = arguments.get("max_completion_len"), arguments.get("soft_punish_cache")
         if isinstance(end, int) and isinstance(tokens, int):
             return ScriptObject("function", f"trl.rewards.get_soft_overlong_punishment({end}, {tokens})")
         return Unread(snippet(node))

@@ -157,22 +157,22 @@ class ShellRun(ShellVariables):
 
     def chain(self) -> Status:
         """Follows pipelines that are joined by && and ||. A chain before & is a process of its own."""
-        before = dict(self.variables), self.skip_reason
+        state_before = dict(self.variables), self.skip_reason
         status = self.pipeline()
         while (sign := self.peek()) in ("&&", "||"):
             self.skip("&&", "||", "\n")
             holds = status if sign == "&&" else negated(status)
             status = self.follow_branches(holds, self.pipeline, lambda kept=status: kept)
-        if self.peek() == "&":
-            self.variables, self.skip_reason = before
+        if self.peek() == "&":  # a process in the background changes no variable of the script
+            self.variables, self.skip_reason = state_before
         return status
 
     def pipeline(self) -> Status:
         """Follows commands that are joined by |, each of which is a process of its own."""
-        before = dict(self.variables), self.skip_reason
+        state_before = dict(self.variables), self.skip_reason
         status = self.command()
         while self.peek() in ("|", "|&"):
-            self.variables, self.skip_reason = before
+            self.variables, self.skip_reason = state_before
             self.skip("|", "|&", "\n")
             status, _ = self.follow_in_subshell(self.command)
         return status
@@ -301,13 +301,14 @@ class ShellRun(ShellVariables):
         `while read line; do …; done < file`.
         """
         body = self.index
-        # A loop without a round moves behind its body too.
+        # The index moves behind the body first, because a loop without a round must move behind it too.
         self.skip_block(self.block)
         rounds = [] if self.skip_reason else rounds
         for variables in rounds:
             self.index = body
             self.variables |= variables
             self.follow_branches(runs, self.block, lambda: None)
+            # A `continue` ends this round alone. A `break`, `return` or `exit` ends the loop.
             self.skip_reason = "" if self.skip_reason == "continue" else self.skip_reason
             if self.skip_reason:
                 break
@@ -338,7 +339,8 @@ class ShellRun(ShellVariables):
         self.expect(")")
         # A pattern is no word of a command, although --rate) looks like a flag.
         self.explained_positions |= {pattern.position for pattern in patterns}
-        tests = [] if self.skip_reason else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
+        # The block runs if the subject matches one of its patterns, as in the test [[ subject == pattern ]].
+        tests = [["[[", self.text(subject), "==", self.text(pattern)] for pattern in patterns if not self.skip_reason]
         statuses = [status_of_test(test) for test in tests]
         holds = True if True in statuses else None if None in statuses else False
         return self.follow_branches(holds, self.block, partial(self.clauses, subject))
@@ -357,6 +359,7 @@ class ShellRun(ShellVariables):
 
     def simple_command(self) -> Status:
         """Follows the words, heredocs and redirections of a command: variables, a test or a program."""
+        # First the tokens of the command are collected: its words, its heredoc and the file of its output.
         words: list[Word] = []
         heredoc, output, start = None, "", self.index
         while isinstance(token := self.peek(), Word | Heredoc | Redirection):
@@ -390,6 +393,7 @@ class ShellRun(ShellVariables):
         texts = [text for word in program for text in self.fields(word)]
         if not texts:
             return True
+        # Any other command is run with the exported variables and those before its first word.
         own_variables = words[: len(words) - len(program)]
         _, variables = self.follow_in_subshell(lambda: self.declare(own_variables))
         names = self.exported_names | {word.assignment[1] for word in own_variables if word.assignment}
@@ -461,14 +465,14 @@ class ShellRun(ShellVariables):
 
     def call_function(self, body: int, arguments: list[str]) -> Status:
         """Follows the body of a function, which has arguments and local variables of its own."""
-        outer = self.variables
-        function_state = dict(variables=outer | {"@": arguments}, local_names={"@"}, departures=[])
+        outer_variables = self.variables
+        function_state = dict(variables=outer_variables | {"@": arguments}, local_names={"@"}, departures=[])
         with self.temporary_fields(index=body, call_depth=self.call_depth + 1, **function_state):
             status = self.command()
             self.join_departures()
             variables, local_names = self.variables, self.local_names
         self.skip_reason = "" if self.skip_reason == "return" else self.skip_reason
-        # Local variables have their former values again, or none.
+        # After the call, variables that are local to the function have their former values again, or none.
         self.variables = {name: x for name, x in variables.items() if name not in local_names}
-        self.variables |= {name: x for name, x in outer.items() if name in local_names}
+        self.variables |= {name: x for name, x in outer_variables.items() if name in local_names}
         return status

@@ -53,7 +53,7 @@ def read_columns(name: str) -> list[list[str]]:
 
 # {name of a sentence: sentence}, which rows name as their reason
 SENTENCES = dict(read_columns("sentences"))
-# {name of words: words}
+# {name of a list: words of this list}, such as {"quiet_calls": ["print", …]}; the modules of this folder use them
 WORDS = {name: words.split(" ") for name, words in read_columns("words")}
 # Reason of a key whose value is None, False, 0 or empty.
 NOT_IN_USE = "not in use"
@@ -228,17 +228,18 @@ def _if_set(rule: Rule, value: Any, keys: Keys) -> Outcome:
 def _part_of(row: Row, rules: dict[str, Rule], whole: str, value: Any, keys: Keys) -> Outcome:
     """Translates a key whose fields are a part of those of the key `whole`, whose rule reads this key too."""
     outcome = rules[whole](keys[whole], keys)
-    own, unknown = ({x: y[x] for x in row.field_names if x in y} for y in (outcome.fields, outcome.unknown))
-    return Outcome("changed" if row.why else "mapped", own, row.why, unknown=unknown)
+    fields = {name: outcome.fields[name] for name in row.field_names if name in outcome.fields}
+    unknown = {name: outcome.unknown[name] for name in row.field_names if name in outcome.unknown}
+    return Outcome("changed" if row.why else "mapped", fields, row.why, unknown=unknown)
 
 
 def _chosen(row: Row, words: Mapping[str, str], value: Any, keys: Keys) -> Outcome:
     """Translates a key whose values have other names in jaxrl_llm. words: {value: its name in jaxrl_llm}."""
-    ours = words.get(str(value)) or words.get("*")
-    if not ours:
+    jaxrl_llm_name = words.get(str(value)) or words.get("*")
+    if not jaxrl_llm_name:
         reason = f"it is one of {', '.join(words)}, not {value}"
         return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.field_names, reason))
-    return Outcome("changed" if row.why else "mapped", row.fields_with(ours), row.why)
+    return Outcome("changed" if row.why else "mapped", row.fields_with(jaxrl_llm_name), row.why)
 
 
 def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:

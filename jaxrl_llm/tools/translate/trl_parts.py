@@ -194,6 +194,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         weights = keys.values.get("reward_weights")
         fields = conversions.reward_fields((conversions.ACCURACY,), weights if isinstance(weights, list) else None)
         return Outcome("changed", fields, unknown=unknown)
+    # Each function is paired with its weight, if the file has as many weights as functions.
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     # Weights that cannot be read make no other field unknown, so `keys` need not record the request.
     given_weights = keys.values.get("reward_weights") or [1.0] * len(listed)
@@ -202,18 +203,19 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     unknown = {} if is_weighed else {"reward.weights": f"reward_weights = {given_weights} for {len(listed)} functions"}
     weight_of = dict(zip(listed, map(float, all_weights), strict=True)) if is_weighed else {}
     # The penalty for long completions is a reward function in TRL, and a field in jaxrl_llm.
-    soft = [name for name in listed if "soft_overlong" in name and conversions.is_registered(name)]
+    length_penalties = [name for name in listed if "soft_overlong" in name and conversions.is_registered(name)]
     # TRL accepts reward models among the functions. The name of a model has a slash.
     models = [name for name in listed if "/" in name]
-    names = [name for name in listed if name not in soft + models]
+    names = [name for name in listed if name not in length_penalties + models]
     if not names and not models:
         return unsupported("reward.functions", "only an overlong penalty: reward.overlong_tokens")
     weights_of_names = [weight_of.get(name, 1.0) for name in names]
     fields, tasks = conversions.rewards(names, weights_of_names) if names else (NO_FUNCTIONS, {})
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
-    if soft:
+    if length_penalties:
+        penalty = length_penalties[0]
         # In TRL's command line, the penalty rises from 1,024 to 1,280 tokens, whatever the limit of a completion is.
-        end, tokens = map(int, re.findall(r"\d+", soft[0])) if "(" in soft[0] else (1280, 256)
+        end, tokens = map(int, re.findall(r"\d+", penalty)) if "(" in penalty else (1280, 256)
         fields = fields | {"reward.overlong_tokens": tokens}
         # A limit that cannot be read makes no other field unknown, so `keys` need not record the request.
         limit = keys.values.get("max_completion_length", keys.defaults["max_completion_length"])
@@ -221,8 +223,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         reasons.append(SENTENCES["OVERLONG"].format("TRL"))
         if limit != end:
             unknown["reward.overlong_tokens"] = f"TRL's penalty ends at {end} tokens, and jaxrl_llm's at {limit}"
-        elif weight_of.get(soft[0], 1.0) != 1:
-            unknown["reward.overlong_tokens"] = f"the penalty has weight 1, and {weight_of[soft[0]]:g} in TRL"
+        elif weight_of.get(penalty, 1.0) != 1:
+            unknown["reward.overlong_tokens"] = f"the penalty has weight 1, and {weight_of[penalty]:g} in TRL"
     if models:
         model = conversions.reward_model(models[0], SAME_TEXT)
         fields = fields | model.fields | {"reward_model.weight": weight_of.get(models[0], 1.0)}

@@ -20,7 +20,7 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 from jaxrl_llm.tools.translate.table import SENTENCES, WORDS
 
-WIDTH = 119
+WIDTH = 119  # longest line of a written config, in characters
 # Breaks a text into lines between words.
 WRAP = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 # Text of a config file, with names in braces for what differs.
@@ -32,6 +32,7 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
 
     file: file of the other trainer; to: new config file; lost: lines of `file` that belong to no key.
     """
+    # The fields of each section of the config become a block of lines, with an empty line between two blocks.
     base, table = translation.base, translation.table
     fields = _written_fields(translation, flatten(load(base)))
     body: list[str] = []
@@ -150,8 +151,8 @@ def _comments(translation: Translation, name: str) -> tuple[list[str], set[str]]
 
     def reasons_of_first_fields(outcomes: Mapping[str, Outcome], *kinds: str) -> dict[str, str]:
         """Returns {key: reason} of outcomes of these kinds whose first field is `name`."""
-        of_field = {key: one for key, one in outcomes.items() if next(iter(one.fields), "") == name}
-        return {key: one.reason for key, one in of_field.items() if one.reason and one.kind in kinds}
+        of_field = {key: outcome for key, outcome in outcomes.items() if next(iter(outcome.fields), "") == name}
+        return {key: outcome.reason for key, outcome in of_field.items() if outcome.reason and outcome.kind in kinds}
 
     explained = reasons_of_first_fields(translation.outcomes, "mapped", "changed")
     comments = [f"{line}." for line in reason_lines(explained)]
@@ -181,7 +182,7 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
     shown_names = {*written, *translation.outcomes}
     unset_reasons = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
     partly_set = {name for name in unset_reasons if any(field.startswith(f"{name}.") for field in written)}
-    # Keys without a field; those that the file has are listed with the reason.
+    # Unknown keys that become no field; a key that the block of unsupported keys explains is not listed twice.
     keys = {name for name in unset_reasons.keys() - translation.fields().keys() if name in translation.table.rules}
     explained_keys = {name for name in keys if unset_reasons[name] in reasons["unsupported"].values()}
     unset_fields = unset_reasons.keys() - partly_set - keys
