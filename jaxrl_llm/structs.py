@@ -355,7 +355,7 @@ class Sizes:
 
     @property
     def completion_tokens(self) -> int:
-        """Completion tokens of the whole run, at most."""
+        """Most completion tokens that the whole run can sample."""
         return self.steps * self.prompts_per_step * self.samples * self.max_completion_tokens
 
     def totals(self) -> dict[str, int]:
@@ -373,7 +373,7 @@ class Sizes:
 class PartState(NamedTuple):
     """The state of one part of a run, as a checkpoint holds it."""
 
-    notes: dict[str, Any]  # values of JSON
+    notes: dict[str, Any]  # values that JSON can hold, such as the position in the data
     arrays: PyTree = None  # arrays on the devices, None if the part has none
 
 

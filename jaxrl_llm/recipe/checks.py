@@ -44,7 +44,7 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
             f"config.prompts_per_update = {recipe.prompts_per_update}"
         )
     for section, problems in recipe.eval_sets.items():
-        if not problems.functions:
+        if not problems.functions:  # the set compares preference pairs, and has no reward function
             raise UserError(
                 f"config.{section}.function = {problems.function!r} judges preference pairs, which only sft has: name "
                 "a reward function"

@@ -222,6 +222,7 @@ class Log:
         last_records = self.last_records()
         record = {"step": step} | (last_records[0] if last_records else {})
         if distributed.first():
+            # The record of this step is removed from the file, because it is written again with the evaluation.
             self._files["metrics"].close()
             self._files["metrics"] = self._open_file("metrics", step - 1)
         self._written_record = self._thread.submit(self._write_numbers, record | evaluation)

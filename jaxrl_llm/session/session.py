@@ -185,6 +185,7 @@ class Session:
 
         The caller rolls back with `start`. Raises: StoppedByHealth, if a rule stops the run.
         """
+        # The verdict is to continue, to stop, or to roll back because of a finding.
         action, step, finding = self.health.judge(records or self.log.last_records())
         if finding and action == "stop":
             newest_checkpoint = self.checkpoints.latest()

@@ -60,6 +60,7 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     if (args.config is None) == (args.run is None) or (args.run and (overrides or args.selftest)):
         raise UserError("use either --config FILE, with --config.FIELD=VALUE and --selftest, or --run LOG alone")
+    # The log of a run is judged by the health rules, and a config by the rules for settings.
     if args.run:
         folders = [bucket.fetch_run(path, "--run") for path in args.run]
         run = bucket.address(args.run[0]) or str(args.run[0])

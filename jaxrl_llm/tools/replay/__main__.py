@@ -50,7 +50,7 @@ def main() -> None:
         with disk.writing_output("--to", args.to):
             args.to.write_text(page.render(record), encoding="utf-8")
         print(f"wrote {args.to}")
-    # Without --from, `recomputed` is empty.
+    # The dict `recomputed` is empty unless the step comes from a file.
     sys.exit(DIFFERS_EXIT_CODE * (bool(record.differences) or not all(is_close(*pair) for pair in recomputed.values())))
 
 

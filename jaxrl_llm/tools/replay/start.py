@@ -92,11 +92,11 @@ def find_start(run: Path, step: int) -> ReplayStart:
     saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None
     steps, decisions = saved.steps if saved else [], Rollbacks(folder).read()
     start, rollback_count = choose_start(step, steps, decisions, changes.read(folder))
-    missing = sorted({*range(start + 1, step + 1)} - files.steps())
-    if missing and (reason := why_unrepeatable(config.engine.name, config.reward.functions)):
+    steps_without_samples = sorted({*range(start + 1, step + 1)} - files.steps())
+    if steps_without_samples and (reason := why_unrepeatable(config.engine.name, config.reward.functions)):
         raise UserError(
-            f"--step {step}: {reason} cannot be made again, and step {missing[0]} has no file of them: set "
-            "config.log.keep_samples = 1 in the next run"
+            f"--step {step}: {reason} cannot be made again, and step {steps_without_samples[0]} has no file of them: "
+            "set config.log.keep_samples = 1 in the next run"
         )
     # The first checkpoint after the step was saved by the process that made the step.
     later_steps = [saved_step for saved_step in steps if saved_step >= step] or steps[-1:]
@@ -109,7 +109,7 @@ def find_start(run: Path, step: int) -> ReplayStart:
         logged=records[step],
         saved=saved,
         notes=saved.notes(later_steps[0]) if saved else None,
-        files=None if missing else files,
+        files=None if steps_without_samples else files,
     )
 
 

@@ -67,11 +67,12 @@ def read_changes(folder: Path, changes: Mapping[str, str]) -> ComparedRecipes:
                 f"on the same samples: change {', '.join(CHANGEABLE).replace('.,', ',')}"
             )
         section, _, field = name.rpartition(".")
-        if field == "name":  # another function has other arguments
+        if field == "name":  # another function has other arguments, so the section is made anew
             del changed[section]
             changed.section_named(section)
     for name, text in changes.items():
         override(changed, name, text)
+    # The other settings may use only columns that the run has computed for this step.
     own, other = recipes.read(config), recipes.read(changed)
     missing = (other.columns - own.columns) & {*COLUMNS, "values", "greedy_rewards", *TURN_INPUTS}
     if missing:

@@ -40,14 +40,14 @@ class Axis(NamedTuple):
         return self.value_at(1.0)
 
     def value_at(self, share: float) -> float:
-        """Returns the value at a share of the height."""
+        """Returns the value at a share of the axis, where 0 is its bottom and 1 its top."""
         value = self.low + share * (self.high - self.low)
         return 10.0**value if self.log else value
 
     def level(self, number: int) -> tuple[float, float]:
         """Returns the values at the bottom and at the mark of finding `number`; the mark of number 0 is the highest."""
-        room = MARK_HEIGHT / (1 + MARK_HEIGHT * self.marks)
-        return self.bottom, self.value_at(1 - room * (number + 1))
+        share_of_mark = MARK_HEIGHT / (1 + MARK_HEIGHT * self.marks)  # height of a mark on the axis that `fit` extended
+        return self.bottom, self.value_at(1 - share_of_mark * (number + 1))
 
 
 def fit(curves: Sequence[np.ndarray], bounds: Sequence[float | np.ndarray], marks: int, *, log: bool) -> Axis:

@@ -77,9 +77,9 @@ class Plot(NamedTuple):
     """A figure and its text."""
 
     title: str
-    words: list[str]  # a line for each band, and for what is not drawn
-    lines: list[tuple[str, str]]  # dash and metric, if the panel has several
-    figure: str  # JSON
+    words: list[str]  # lines below the figure: one for each band of healthy values, and for what is not drawn
+    lines: list[tuple[str, str]]  # dash style and name of each metric; [] if the plot has one metric
+    figure: str  # figure of plotly as JSON
 
 
 def plots(runs: Sequence[ReportedRun]) -> list[Plot]:

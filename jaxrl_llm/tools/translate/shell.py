@@ -472,7 +472,7 @@ class ShellRun(ShellVariables):
             self.join_departures()
             variables, local_names = self.variables, self.local_names
         self.skip_reason = "" if self.skip_reason == "return" else self.skip_reason
-        # After the call, variables that are local to the function have their former values again, or none.
+        # Variables that are local to the function have their former values again after the call, or none.
         self.variables = {name: x for name, x in variables.items() if name not in local_names}
         self.variables |= {name: x for name, x in outer_variables.items() if name in local_names}
         return status
