@@ -252,6 +252,7 @@ MALFORMED = [
     (400, text(prompt=[-1])),
     (400, text(prompt=[10**6])),
     (400, text(echo=True)),
+    (400, text(echo=0)),
     (400, text(best_of=2)),
     (400, text(logprobs=5)),
     (400, ids(token_ids=[])),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from http import HTTPStatus
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -20,12 +20,17 @@ from jaxrl_llm.rollout.serving.answers import TextAnswer
 from jaxrl_llm.rollout.serving.bodies import REASONS, ChatBody, CompletionBody, GenerateBody
 from jaxrl_llm.rollout.serving.choices import ServedChoice
 from jaxrl_llm.rollout.serving.gate import MAX_BODY_BYTES, Gate, error_response, watched
+from jaxrl_llm.rollout.serving.schemas import (
+    ERRORS,
+    ChatAnswer,
+    CompletionAnswer,
+    GenerateAnswer,
+    HealthAnswer,
+    ModelList,
+    TraceAnswer,
+    success,
+)
 from jaxrl_llm.rollout.serving.service import RequestError, Service
-
-# Statuses of errors, for the OpenAPI schema.
-STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 404, 408, 409, 413, 429, 500, 503)
-}
 
 
 async def respond(request: Request, service: Service, body: ChatBody | CompletionBody) -> Any:
@@ -132,7 +137,7 @@ async def check_session_id(session_id: SessionId) -> None:
 
 def application(service: Service, *, key: str = "", max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """Returns the ASGI application. key: key that each request needs, "" = none."""
-    app = FastAPI(title="jaxrl serve", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="jaxrl serve", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.add_middleware(Gate, key=key, max_body_bytes=max_body_bytes)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(RequestError, _refused)
@@ -140,13 +145,13 @@ def application(service: Service, *, key: str = "", max_body_bytes: int = MAX_BO
     for router, prefix in ((_sampling_routes(service), ""), (_session_routes(service), "/sessions/{session_id}")):
         app.include_router(router, prefix=prefix)
 
-    @app.get("/health")
+    @app.get("/health", responses=success(HealthAnswer))
     async def health() -> JSONResponse:
         if service.engine.error:
             return error_response(503, "the engine has failed")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         engine, lines = service.engine, list[str]()
         gauges = {"running": engine.running, "waiting": engine.waiting, "sessions": len(service.sessions)}
@@ -156,26 +161,30 @@ def application(service: Service, *, key: str = "", max_body_bytes: int = MAX_BO
                 lines += [f"# TYPE jaxrl_{name} {kind}", f"jaxrl_{name} {value}"]
         return PlainTextResponse("\n".join([*lines, ""]))
 
+    # FastAPI describes a status 422 for each body, but `_invalid` answers with 400.
+    for operations in app.openapi()["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
     return app
 
 
 def _sampling_routes(service: Service) -> APIRouter:
     """Returns the routes that sample, and the list of models."""
-    router = APIRouter(responses=STATUSES)
+    router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=success(ChatAnswer, streams=True))
     async def chat(request: Request, body: ChatBody) -> Any:
         return await respond(request, service, body)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=success(CompletionAnswer, streams=True))
     async def completions(request: Request, body: CompletionBody) -> Any:
         return await respond(request, service, body)
 
-    @router.post("/inference/v1/generate")
+    @router.post("/inference/v1/generate", responses=success(GenerateAnswer))
     async def generated(request: Request, body: GenerateBody) -> Any:
         return await generate(request, service, body)
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=success(ModelList))
     async def models() -> Any:
         length = service.model.max_prompt_tokens + service.model.max_completion_tokens
         model = {"id": service.model.name, "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
@@ -186,7 +195,7 @@ def _sampling_routes(service: Service) -> APIRouter:
 
 def _session_routes(service: Service) -> APIRouter:
     """Returns the routes of a session, which sample, return its trace, and end it."""
-    router = APIRouter(responses=STATUSES, dependencies=[Depends(check_session_id)])
+    router = APIRouter(dependencies=[Depends(check_session_id)])
     router.include_router(_sampling_routes(service))
 
     def trace_of(session_id: str) -> dict[str, Any]:
@@ -202,11 +211,11 @@ def _session_routes(service: Service) -> APIRouter:
         counts = {"calls": len(trace.calls), "branches": len(trace.branches()), "restarts": trace.restarts}
         return {"id": session_id, "running": session.running} | counts | {"nodes": nodes}
 
-    @router.get("")
+    @router.get("", responses=success(TraceAnswer))
     async def trace(session_id: str) -> Any:
         return trace_of(session_id)
 
-    @router.delete("")
+    @router.delete("", responses=success(TraceAnswer))
     async def end(session_id: str) -> Any:
         final = trace_of(session_id)
         if final["running"]:
@@ -236,4 +245,10 @@ async def _refused(request: Request, error: Any) -> JSONResponse:
 
 
 async def _http_error(request: Request, error: Any) -> JSONResponse:
-    return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    answer = error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    answer.headers.update(error.headers or {})
+    # Status 405 names the allowed methods. Starlette knows those of one route, but GET and DELETE of a session are two.
+    path = re.sub("^/sessions/[^/]+", "/sessions/{session_id}", request.url.path)
+    if "Allow" in answer.headers and (methods := request.app.openapi()["paths"].get(path)):
+        answer.headers["Allow"] = ", ".join(map(str.upper, methods))
+    return answer

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jaxrl_llm.rollout.jax.open_stream import MAX_NUMBER
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 
+
+def refuse_number(value: Any) -> Any:
+    """Returns a value that is no number. Raises: ValueError, for 0 and 1, which equal the literals False and True."""
+    if type(value) in (int, float):
+        raise ValueError("Input should be a valid boolean")
+    return value
+
+
+Yes: TypeAlias = Annotated[Literal[True], BeforeValidator(refuse_number)] | None
+No: TypeAlias = Annotated[Literal[False], BeforeValidator(refuse_number)] | None
 Zero: TypeAlias = Annotated[float, Field(ge=0, le=0)] | None
 One: TypeAlias = Annotated[float, Field(ge=1, le=1)] | None
 Ids: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -148,7 +158,7 @@ class ChatBody(TextDrawing):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[ToolDescription], Field(min_length=1)] | None = None
     tool_choice: Literal["auto", "none"] | None = None  # "none" leaves calls in the text
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: Yes = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     response_format: ResponseFormat | None = None
@@ -160,7 +170,7 @@ class CompletionBody(TextDrawing):
 
     prompt: Text | Annotated[list[Text], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    echo: Literal[False] | None = None
+    echo: No = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
 
     @property
@@ -181,7 +191,7 @@ class GenerateBody(StrictModel):
     token_ids: Ids
     sampling_params: TokenDrawing = TokenDrawing()
     model: str | None = None
-    stream: Literal[False] | None = None
+    stream: No = None
     # The next fields have no effect.
     request_id: str | None = None
     cache_salt: str | None = None
