@@ -350,6 +350,7 @@ def config(**changes: Any) -> ConfigDict:
         ({"env.calls": 0}, "config.env.calls"),
         ({"env": dict(name="agents.Function", agent="no.where", workers=4, timeout=60.0, calls=4)}, "config.env.agent"),
         ({"turns": dict(most=1, tokens=4, observation_tokens=4, workers=1, timeout=1.0)}, "config.turns"),
+        ({"engine": configs.load("grpo_vllm").engine.to_dict()}, "config.engine.name"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_with_agents_is_refused(refused, changes, field):

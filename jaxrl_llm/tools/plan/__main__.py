@@ -127,6 +127,8 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
         console.print(image_line(plan))
     if plan.stream:
         console.print(sampling_line(plan, args))
+    if plan.recipe.rl and plan.recipe.rl.agents:
+        console.print("sampling is planned without agents; docs/agents.md has the sizes of programs for their requests")
     table = Table()
     columns = (
         "a step",
