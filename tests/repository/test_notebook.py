@@ -69,6 +69,7 @@ def check_main_job(workdir: Path, seconds: float, memory: float) -> None:
 
 # Texts of a notebook, and what makes its runs short in their place; the outputs that are kept show what long runs learn
 SHORTER = {
+    "agent": {"c.num_steps = 30": "c.num_steps = 3; c.prompts_per_step = c.prompts_per_update = 4"},
     # The first steps of the same schedule, so the numbers are those of the whole run.
     "quickstart": {'c = load(Path("configs/grpo.py"))': 'c = load(Path("configs/grpo.py"))\nc.num_steps = 20\n'
                    'c.schedule_steps = 100'},

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -290,6 +293,34 @@ def test_a_client_that_leaves_frees_its_slot(served):
         eventually(lambda: served.gauge("running") == 0)
         assert served.stream.rounds < 200  # of the 3,334 that the answer takes
     assert served.gauge("cancelled_total") == before + 2
+
+
+CLIENT = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"content-type": "application/json"})
+urllib.request.urlopen(request).read()
+"""
+
+
+def test_clients_killed_at_random_free_their_slots_within_a_round(served):
+    draw, body = random.Random(0), chat(messages=[{"role": "user", "content": "say:forever"}])[1]
+    for _ in range(4):
+        bodies = [json.dumps(body | {"stream": draw.random() < 0.5}) for _ in range(draw.randint(1, ROWS))]
+        clients = [subprocess.Popen([sys.executable, "-c", CLIENT, served.url + CHAT, x]) for x in bodies]
+        eventually(lambda: served.gauge("running") == len(bodies))  # noqa: B023
+        time.sleep(draw.uniform(0, 0.1))
+        sequences = [*served.stream.running.values()]
+        served.stream.pause.clear()
+        try:
+            for client in clients:
+                client.kill()
+                client.wait()
+            eventually(lambda: all(sequence.cancelled for sequence in sequences))  # noqa: B023
+            rounds = served.stream.rounds
+        finally:
+            served.stream.pause.set()
+        eventually(lambda: served.gauge("running") == 0)
+        assert served.stream.rounds <= rounds + 2  # the round in which the kill came, and the one that sees it
 
 
 def test_a_full_queue_refuses_and_a_failed_engine_says_so():
