@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -568,9 +567,8 @@ def run_programs(
 ) -> Iterator[Program]:
     """Yields every program that a run may compile, for `--compile-only`, except those for requests of agents."""
     policy = learning.learners["policy"]
-    if recipe.agents:
-        warnings.warn("the first step compiles the programs for requests of agents (docs/agents.md)", stacklevel=2)
-    elif isinstance(engine, Sampler):
+    fit.warn_of_later_programs(recipe)
+    if isinstance(engine, Sampler) and not recipe.agents:
         for batch in sampled_batches(recipe, inputs):
             params = policy.all_parameters(policy.shapes)
             yield from engine.programs(params, **batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from jax.sharding import Mesh
@@ -64,6 +65,12 @@ def check_agents(recipe: Recipe, dataset: Dataset) -> None:
             f"config.env.name = {name!r}: agents send text, but the model reads images: use a model of text, or an "
             "environment"
         )
+
+
+def warn_of_later_programs(recipe: Recipe) -> None:
+    """Warns that `--compile-only` leaves out the programs for requests of agents, if the run has agents."""
+    if recipe.agents:
+        warnings.warn("the first step compiles the programs for requests of agents (docs/agents.md)", stacklevel=3)
 
 
 def check_partial(recipe: Recipe) -> None:

@@ -25,7 +25,7 @@ class ErrorAnswer(AnswerModel):
     error: Error
 
 
-class Usage(AnswerModel):
+class TokenUsage(AnswerModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -76,7 +76,7 @@ class ChatAnswer(AnswerModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     prompt_token_ids: list[int] | None = None
 
 
@@ -104,7 +104,7 @@ class CompletionAnswer(AnswerModel):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: Usage
+    usage: TokenUsage
 
 
 class IdToken(AnswerModel):
@@ -152,7 +152,7 @@ class ModelList(AnswerModel):
     data: list[ModelCard]
 
 
-class TraceNode(AnswerModel):
+class AnsweredNode(AnswerModel):
     """Consecutive tokens of a trace. A node that the model sampled has log-probabilities and versions."""
 
     parent: int  # index of the node before it in `nodes`, -1 for a first node
@@ -169,7 +169,7 @@ class TraceAnswer(AnswerModel):
     calls: int
     branches: int
     restarts: int
-    nodes: list[TraceNode]
+    nodes: list[AnsweredNode]
 
 
 class HealthAnswer(AnswerModel):
