@@ -1,8 +1,8 @@
 """The forms in which models write calls of tools. The chat template of a model decides its form.
 
-Environments read one form, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, into which the others are
-rewritten. No form is guessed: `choose_form` renders a call with the chat template, and takes the form that reads
-exactly this call.
+Environments read calls in one form, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, so calls in every
+other form are rewritten. `choose_form` renders an example call with the chat template, and chooses the form that reads
+exactly this call from the rendered text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Read: TypeAlias = Callable[[str, re.Match[str], Types], tuple[list[Call], int]]
 
 NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # errors of a text that is no valid call
 DECODER = json.JSONDecoder()
+# The example chat that `choose_form` renders: a question, a call of a tool, and its result.
 QUESTION = "(a-question)"
 PROBE: Call = {"name": "probe_tool", "arguments": {"text": "two words", "count": 3}}
 PROBE_TYPES: Types = {"probe_tool": {"text": {"type": "string"}, "count": {"type": "integer"}}}

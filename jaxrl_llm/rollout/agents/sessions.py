@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.serving.choices import ServedChoice
 from jaxrl_llm.rollout.serving.engine_thread import EngineThread
 from jaxrl_llm.rollout.serving.service import OpenSession, RequestError, RequestPlan, ServedModel, Service
 
-SAME = ({1}, {0, -1})  # values of top_p and of top_k that mean "off"
+OFF_VALUES = ({1}, {0, -1})  # values with which a request switches top_p off, and those for top_k
 
 
 @dataclass(eq=False, kw_only=True)
@@ -34,7 +34,7 @@ class AgentSession(OpenSession):
     tree_tokens: int = 0  # tokens of the trace's tree
     common: np.ndarray | None = None  # beginning of all its prompts, at most P tokens
     texts: list[np.ndarray] = field(default_factory=list)  # tokens of each finished call
-    limited: set[int] = field(default_factory=set)  # numbers of completions that the episode's limit may cut
+    cut_numbers: set[int] = field(default_factory=set)  # numbers of completions that the limit of the episode may cut
     requests: list[asyncio.Queue] = field(default_factory=list)  # events of its requests
 
     def tokens_left(self, prompt: np.ndarray) -> int:
@@ -147,8 +147,8 @@ class AgentService(Service):
         max_tokens = []
         for prompt in prompts:
             self.check_ids(prompt)
-            left = session.tokens_left(np.asarray(prompt, np.int32))
-            if left < 1:
+            room = session.tokens_left(np.asarray(prompt, np.int32))
+            if room < 1:
                 session.reached_limit = True
                 raise RequestError(
                     400,
@@ -156,12 +156,12 @@ class AgentService(Service):
                     f"{session.completion_tokens} tokens (config.rollout.max_completion_tokens) after a prompt of at "
                     f"most {session.prompt_tokens} (config.data.max_prompt_tokens)",
                 )
-            max_tokens.append(min(limit or left, left))
+            max_tokens.append(min(limit or room, room))
         for prompt in prompts:
             session.begin(np.asarray(prompt, np.int32))
         numbers = [session.first_number + (session.calls + i) * session.number_step for i in range(count)]
         session.calls += count
-        session.limited.update(x for i, x in enumerate(numbers) if max_tokens[i // copies] != limit)
+        session.cut_numbers.update(x for i, x in enumerate(numbers) if max_tokens[i // copies] != limit)
         return RequestPlan(numbers=numbers, max_tokens=max_tokens, temperature=self._temperature)
 
     def record(self, sequence: OpenSequence, choice: ServedChoice, session: OpenSession | None) -> None:
@@ -171,15 +171,15 @@ class AgentService(Service):
             return
         super().record(sequence, choice, session)
         session.finish(np.asarray(sequence.prompt, np.int32), choice.tokens)
-        session.reached_limit |= choice.end == "length" and sequence.number in session.limited
+        session.reached_limit |= choice.end == "length" and sequence.number in session.cut_numbers
 
     def _check_distribution(self, drawing: Drawing) -> None:
         """Raises: RequestError, for a setting that would sample from another distribution than the run learns with."""
         if drawing.seed is not None:
             raise RequestError(400, f"seed = {drawing.seed}: the run numbers its completions: leave it out", "seed")
         for name in ("temperature", "top_p", "top_k"):
-            value, ours = getattr(drawing, name), getattr(self._sampling, name)
-            if value is not None and value != ours and not any({value, ours} <= off for off in SAME):
+            value, run_value = getattr(drawing, name), getattr(self._sampling, name)
+            if value is not None and value != run_value and not any({value, run_value} <= off for off in OFF_VALUES):
                 raise RequestError(
-                    400, f"{name} = {value}: the run samples with rollout.{name} = {ours}: leave it out", name
+                    400, f"{name} = {value}: the run samples with rollout.{name} = {run_value}: leave it out", name
                 )

@@ -36,13 +36,13 @@ class ServedChoice:
         """Appends tokens, up to the one that completes a stop string."""
         if self.end:
             return
-        known = len(self.tokens)
+        earlier_tokens = len(self.tokens)
         self.tokens += new.tokens
         self.logprobs += new.logprobs
         self.versions += [new.version] * len(new.tokens)
         self.end, self.text = new.end, self._decode(len(self.tokens))
         if any(stop in self.text for stop in self.stops):
-            self._end_at_stop_string(known)
+            self._end_at_stop_string(earlier_tokens)
         if self.end and self.parses_calls:
             self._parse_calls()
 
@@ -76,12 +76,16 @@ class ServedChoice:
     def _decode(self, count: int) -> str:
         return self.tokenizer.decode(self.tokens[:count], skip_special_tokens=True)
 
-    def _end_at_stop_string(self, known: int) -> None:
-        """Drops the tokens after the first one with which the text has a stop string. known: tokens without one."""
-        for count in range(known + 1, len(self.tokens) + 1):
+    def _end_at_stop_string(self, earlier_tokens: int) -> None:
+        """Drops the tokens after the first one that completes a stop string in the text.
+
+        earlier_tokens: number of tokens whose text has no stop string.
+        """
+        for count in range(earlier_tokens + 1, len(self.tokens) + 1):
             text = self._decode(count)
-            if found := [place for stop in self.stops if (place := text.find(stop)) >= 0]:
-                self.text, self.end = text[: min(found)], "stop"
+            stop_starts = [text.find(stop) for stop in self.stops if stop in text]
+            if stop_starts:
+                self.text, self.end = text[: min(stop_starts)], "stop"
                 del self.tokens[count:], self.logprobs[count:], self.versions[count:]
                 return
 
