@@ -40,7 +40,7 @@ from jaxrl_llm.selftest.trial import (
 from jaxrl_llm.structs import Array, Batch, PyTree, Rollouts
 from jaxrl_llm.tasks import PREFILL, owns_loop
 
-# A bound such as KL is for float32, and its partner KL_ROUNDED is for other dtypes.
+# Bounds of the checks below. A bound such as KL is for float32; KL_ROUNDED is the bound for other dtypes.
 # Bounds of the KL between equal weights in two programs. The KL is about half the squared difference of
 # log-probabilities, which is 1e-6 in float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
@@ -61,7 +61,7 @@ WEIGHT_FACTOR, ZERO_REPLACEMENT = 1.05, 0.02
 JUDGED_ROWS = 2  # rows of the data whose answers the reward functions judge
 MIN_COMPLETIONS = 16  # a finding that no completion stops needs at least this many completions
 
-GROUP_CENTERED = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
+GROUP_CENTERED = ("grpo", "rloo", "gdpo", "pass_at_k")  # advantage estimators with mean 0 in each group
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
 EMPTY_THOUGHT = "<think>\n</think>\n"  # empty reasoning, which some reward functions demand before an answer
 # Forms in which reward functions expect an answer; the check of the reward functions tries all of them.
@@ -312,11 +312,11 @@ def stop_is_learned(trial: Trial) -> CheckReport:
         fix = "add eos_token_id to the model's generation_config.json"
         evidence = f"stop tokens {list(stops)}, none in the vocabulary"
         findings.append(alarm("S6", "no_stop_token", evidence, "no completion can end", fix, failures="F14"))
-    # The index of the last token of each completion is 0 if the engine returns an empty completion.
-    last_index = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
-    last_tokens, last_is_trained = (
-        np.take_along_axis(x, last_index, axis=-1)[..., 0] for x in (rollouts.completions, rollouts.loss_mask)
-    )
+    # A completion that stopped must end with a stop token, and the loss mask must contain this token.
+    # The index of the last token of an empty completion is set to 0, because -1 would select padding.
+    last_index = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)  # [B, G, 1]
+    last_tokens = np.take_along_axis(rollouts.completions, last_index, axis=-1)[..., 0]  # [B, G]
+    last_is_trained = np.take_along_axis(rollouts.loss_mask, last_index, axis=-1)[..., 0]
     stop_is_trained = np.isin(last_tokens, stops) & last_is_trained
     is_stopped, count = ~rollouts.truncated, rollouts.truncated.size
     text = f"{is_stopped.sum()} of {count} completions stopped, all by a token that is trained"
@@ -338,12 +338,11 @@ def gradient_stays(trial: Trial) -> CheckReport:
     if not trial.full:
         return skipped(NEEDS_FULL)
     microbatch = sharding.prompt_shards(trial.parts.learning.mesh)  # one prompt of each device
-    bound = (
-        GRADIENT
-        if trial.parts.recipe_summary.dtype == trial.parts.recipe_summary.gradient_dtype == "float32"
-        else GRADIENT_ROUNDED
-    )
+    summary = trial.parts.recipe_summary
+    all_float32 = summary.dtype == summary.gradient_dtype == "float32"
+    bound = GRADIENT if all_float32 else GRADIENT_ROUNDED
     findings, distances = [], []
+    # Compare each learner's gradients with its gradient on the whole batch at once, without packing.
     for name in trial.parts.learning.learners:
         whole_gradient, _ = trial.gradient(name, 0)
         distances_by_layout = {
@@ -374,7 +373,8 @@ def environment_is_masked(trial: Trial) -> CheckReport:
     rollouts, dialogs = trial.episodes()
     if down_finding := _tool_down(trial, rollouts):
         return CheckReport(down_finding.evidence, (down_finding,))
-    arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
+    # Counts over all episodes: tokens of the environment, how many of them are trained, and how many were changed.
+    arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask  # [B, G, C] each
     flat_arrays = [array.reshape(-1, array.shape[-1]) for array in arrays]
     counts = [_count_observations(*episode) for episode in zip(*flat_arrays, dialogs, strict=True)]
     tokens, trained, changed = np.sum(counts, axis=0).tolist()
@@ -458,6 +458,7 @@ def push_arrives(trial: Trial) -> CheckReport:
         return skipped(NEEDS_FULL)
     if trial.engine.max_gap is not None:
         return _weight_check(trial)
+    # Sample with weights that differ from the run's weights in a known way.
     changed_params = _changed_params(trial.params)
     trial.engine.update_weights(changed_params)
     sampled = trial.sample(TRIAL_KEY, COMPARED_TOKENS)
