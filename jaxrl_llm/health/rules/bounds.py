@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# The comments call the mean of the first steps "start", and the standard deviation of their rewards a spread.
+# In the comments, "the start" is the mean of a metric over the first steps of a run. A "spread" is the standard
+# deviation of the rewards in these steps.
 MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # range of the mean importance weight; least effective sample size, a share
 IMPORTANCE_KL = 1e-3  # KL(sampler || trainer) that is always allowed
 BFLOAT16 = 2.0**-7  # relative rounding error of bfloat16
