@@ -27,9 +27,9 @@ from jaxrl_llm.machine import distributed
 from jaxrl_llm.structs import AnyArray, Prompts, PromptSizes
 from jaxrl_llm.tasks import PREFILL
 
-Turn: TypeAlias = dict[str, str]  # one message of a chat: {"role": ..., "content": ...}
+Turn: TypeAlias = dict[str, str]  # one turn of an episode: {"role": ..., "content": ...}
 PrepareRows: TypeAlias = Callable[[Sequence[Row]], Sequence[Row]]
-# Matches an opening tag of reasoning at the end of a prompt, also if the closing tag follows directly.
+# This pattern matches an opening tag of reasoning at the end of a prompt, also if its closing tag follows directly.
 OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 LAST_TOKENS = 16  # tokens at the end of a prompt that are searched for an opened thought
 

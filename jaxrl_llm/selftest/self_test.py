@@ -40,7 +40,7 @@ from jaxrl_llm.selftest.trial import (
 from jaxrl_llm.structs import Array, Batch, PyTree, Rollouts
 from jaxrl_llm.tasks import PREFILL, owns_loop
 
-# Bounds of the checks below. A bound such as KL is for float32; KL_ROUNDED is the bound for other dtypes.
+# A bound such as KL is for float32; KL_ROUNDED is the bound of the same check for other dtypes.
 # Bounds of the KL between equal weights in two programs. The KL is about half the squared difference of
 # log-probabilities, which is 1e-6 in float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
@@ -373,7 +373,7 @@ def environment_is_masked(trial: Trial) -> CheckReport:
     rollouts, dialogs = trial.episodes()
     if down_finding := _tool_down(trial, rollouts):
         return CheckReport(down_finding.evidence, (down_finding,))
-    # Counts over all episodes: tokens of the environment, how many of them are trained, and how many were changed.
+    # All episodes together give three counts: tokens of the environment, trained ones of them, and changed ones.
     arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask  # [B, G, C] each
     flat_arrays = [array.reshape(-1, array.shape[-1]) for array in arrays]
     counts = [_count_observations(*episode) for episode in zip(*flat_arrays, dialogs, strict=True)]

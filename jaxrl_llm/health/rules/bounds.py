@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# In the comments, "the start" is the mean of a metric over the first steps of a run. A "spread" is the standard
+# The word "start" means the mean of a metric over the first steps of a run. A "spread" is the standard
 # deviation of the rewards in these steps.
 MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # range of the mean importance weight; least effective sample size, a share
 IMPORTANCE_KL = 1e-3  # KL(sampler || trainer) that is always allowed
