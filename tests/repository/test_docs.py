@@ -98,7 +98,7 @@ def test_the_configs_of_the_page_on_environments_are_complete(tmp_path, monkeypa
     text = (ROOT / "docs" / "environments.md").read_text()
     files = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", text, re.DOTALL))
     snippets = re.findall(r"```python\n# in get_config of my_config\.py.*?\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 5
+    assert len(snippets) == 6
     monkeypatch.syspath_prepend(tmp_path)
     for name, source in files.items():
         (tmp_path / name).write_text(source)
