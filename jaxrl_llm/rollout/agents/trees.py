@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -28,49 +28,53 @@ def episode_trees(
 
     prompts: prompts of the data, which stay for a group without calls. length: C, most tokens of a tree.
     """
-    b, width = prompts.tokens.shape
+    group_count, max_prompt_tokens = prompts.tokens.shape
     tokens, mask = prompts.tokens.copy(), prompts.mask.copy()
     trees, lost_calls = list[TreeTokens](), list[int]()
-    for group in range(b):
-        members = [trace.calls for trace in traces[group * group_size : (group + 1) * group_size]]
-        common = _common_prompt([call.prompt for calls in members for call in calls], width)
-        if common:
+    for group in range(group_count):
+        calls_of_episodes = [trace.calls for trace in traces[group * group_size : (group + 1) * group_size]]
+        # The prompt of the group is what the prompts of all its calls begin with. It is padded on the left.
+        all_prompts = [call.prompt for calls in calls_of_episodes for call in calls]
+        group_prompt = _common_beginning(all_prompts, max_prompt_tokens)
+        if group_prompt:
             tokens[group], mask[group] = pad_id, False
-            tokens[group, -len(common) :], mask[group, -len(common) :] = common, True
-        for calls in members:
-            kept, tree = _longest_tree(calls, common, length)
+            tokens[group, -len(group_prompt) :], mask[group, -len(group_prompt) :] = group_prompt, True
+        for calls in calls_of_episodes:
+            kept_calls, tree = _longest_tree(calls, group_prompt, length)
             trees.append(tree)
-            lost_calls.append(len(calls) - kept)
+            lost_calls.append(len(calls) - kept_calls)
     rollouts = _rollouts(trees, group_size, length, pad_id)
-    lost = np.array(lost_calls).reshape(b, group_size)
-    return EpisodeTrees(replace(prompts, tokens=tokens, mask=mask), rollouts, lost)
+    lost_calls_by_episode = np.array(lost_calls).reshape(group_count, group_size)
+    return EpisodeTrees(replace(prompts, tokens=tokens, mask=mask), rollouts, lost_calls_by_episode)
 
 
-def _common_prompt(prompts: list[tuple[int, ...]], width: int) -> tuple[int, ...]:
-    """Returns the longest common beginning, at most `width` tokens. Prompts with another first token do not count."""
-    alike = [prompt for prompt in prompts if prompt[0] == prompts[0][0]]
-    if not alike:
+def _common_beginning(prompts: list[tuple[int, ...]], max_tokens: int) -> tuple[int, ...]:
+    """Returns the longest common beginning of prompts, at most `max_tokens` tokens.
+
+    Prompts whose first token is not that of the first prompt do not count.
+    """
+    counted_prompts = [prompt for prompt in prompts if prompt[0] == prompts[0][0]]
+    if not counted_prompts:
         return ()
+    # Of the sorted prompts, the first and the last one differ first.
+    first, last = min(counted_prompts), max(counted_prompts)
+    pairs = zip(first, last, strict=False)
+    return tuple(token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))[:max_tokens]
 
-    def common(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-        return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
-    return reduce(common, alike)[:width]
-
-
-def _longest_tree(calls: Sequence[TraceCall], common: tuple[int, ...], length: int) -> tuple[int, TreeTokens]:
-    """Returns the tree of the first calls that fit into `length` tokens after the prompt, and their number."""
-    numbered = [call._replace(number=i) for i, call in enumerate(calls)]
-    kept = [call for call in numbered if call.prompt[: len(common)] == common]
+def _longest_tree(calls: Sequence[TraceCall], group_prompt: tuple[int, ...], length: int) -> tuple[int, TreeTokens]:
+    """Returns how many first calls of an episode fit into `length` tokens after the group's prompt, and their tree."""
+    numbered_calls = [call._replace(number=i) for i, call in enumerate(calls)]
+    kept_calls = [call for call in numbered_calls if call.prompt[: len(group_prompt)] == group_prompt]
     while True:
         trace = Trace()
-        for call in kept:
+        for call in kept_calls:
             trace.add(call)
-        tree = tree_tokens(trace, len(common) if kept else 0)
+        tree = tree_tokens(trace, len(group_prompt) if kept_calls else 0)
         if len(tree.tokens) <= length:
-            return len(kept), tree
+            return len(kept_calls), tree
         # The limit of a session counts after the beginning of its own calls, which may be longer than the group's.
-        kept.pop()
+        kept_calls.pop()
 
 
 def _rollouts(trees: list[TreeTokens], group_size: int, length: int, pad_id: int) -> Rollouts:
@@ -84,6 +88,7 @@ def _rollouts(trees: list[TreeTokens], group_size: int, length: int, pad_id: int
     mask = np.arange(length) < lengths[:, None]
     chains = Tree.chains(mask)
     previous, ends, depths = (x.copy() for x in (chains.previous, chains.ends, chains.depths))
+    # Each tree fills the beginning of its row. The padding after it is a chain of tokens.
     for i, tree in enumerate(trees):
         places = slice(lengths[i])
         completions[i, places], sampled[i, places], logprobs[i, places] = tree.tokens, tree.sampled, tree.logprobs
