@@ -284,16 +284,16 @@ def make_reference(
     refresh: how the reference follows the policy, None if it never moves. A reference that never moves has the dtypes
     of a model that never learns.
     """
-    model, shapes, moves = models.model, policy.shapes.params, refresh is not None
-    if models.adapters and not (moves or models.adapters.kind.path):
+    model, shapes, follows_policy = models.model, policy.shapes.params, refresh is not None
+    if models.adapters and not (follows_policy or models.adapters.kind.path):
         return None
     # The output shardings of copies are explicit, because the compiler would otherwise write equal shardings in another
     # form, and scoring would be another program than the one that is compiled ahead.
-    place = jax.tree.map(lambda x: x.sharding, shapes)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
     if models.adapters:
-        copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters), out_shardings=place)
+        copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters), out_shardings=shardings)
         return Reference(copy_all, parameters.params, shapes, refresh)
-    if not moves:
+    if not follows_policy:
 
         def with_dtype(shape: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
@@ -301,12 +301,12 @@ def make_reference(
         shapes = jax.tree.map(with_dtype, shapes, model.compute_dtypes(shapes))
 
     # Arrays that keep their dtype are copied too, because the first update donates the policy's parameters.
-    @partial(jax.jit, out_shardings=place)
+    @partial(jax.jit, out_shardings=shardings)
     def copy(params: PyTree) -> PyTree:
         copied = jax.tree.map(jnp.copy, params)
-        return copied if moves else model.cast_for_compute(copied)
+        return copied if follows_policy else model.cast_for_compute(copied)
 
-    load = partial(hf.load_params, models.folder, model, models.mesh, learns=moves, parts=models.parts)
+    load = partial(hf.load_params, models.folder, model, models.mesh, learns=follows_policy, parts=models.parts)
     return Reference(copy, load, shapes, refresh)
 
 

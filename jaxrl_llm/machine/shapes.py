@@ -28,6 +28,8 @@ from jaxrl_llm.structs import PartState, PyTree
 Shape: TypeAlias = tuple[int, ...]
 Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # usable shapes -> estimated seconds of a call
 LEARNING = "training"  # name of the shape policy of updates and scoring, which checkpoints hold
+# Names of `ShapePolicy.first_calls` and `ShapePolicy.saved_seconds` in checkpoints, which must not change.
+FIRST_CALLS, SAVED_SECONDS = "due", "rent"
 MAX_SHAPES = 3  # usable shapes of a policy at most, because each shape is one more program to compile
 MIN_DELAY, MAX_DELAY = 2, 50  # calls from the decision to compile a shape to its first use
 
@@ -96,17 +98,18 @@ class ShapePolicy:
 
     def state(self) -> dict[str, Any]:
         """Returns the policy's state for a checkpoint, as values of JSON."""
-        by_name = {"due": self.first_calls, "rent": self.saved_seconds}  # names in checkpoints, which must not change
+        by_name = {FIRST_CALLS: self.first_calls, SAVED_SECONDS: self.saved_seconds}
         rows = {name: [[*shape, x] for shape, x in values.items()] for name, values in by_name.items()}
         return {"calls": self.calls, **rows}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores a state of `state()`; {} resets the policy. Ignores shapes that this policy does not allow."""
         self.calls = state.get("calls", 0)
-        self.first_calls, self.saved_seconds = (
-            {tuple(shape): x for *shape, x in state.get(name, ()) if tuple(shape) in self.shapes}
-            for name in ("due", "rent")
-        )
+
+        def value_by_shape(name: str) -> dict[Shape, Any]:
+            return {tuple(shape): x for *shape, x in state.get(name, ()) if tuple(shape) in self.shapes}
+
+        self.first_calls, self.saved_seconds = value_by_shape(FIRST_CALLS), value_by_shape(SAVED_SECONDS)
 
 
 class ShapeCache:
