@@ -96,7 +96,7 @@ def vllm_server() -> Iterator[str]:
         "--max-num-seqs", str(BOUNDS["max-sequences"]), "--disable-uvicorn-access-log",
         "--max-model-len", str(BOUNDS["max-prompt-tokens"] + BOUNDS["max-completion-tokens"]),
     ]  # fmt: skip
-    settings = CPU_ENVIRONMENT | dict(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    settings = CPU_ENVIRONMENT | dict(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_HTTP_TIMEOUT_KEEP_ALIVE="75")
     server = subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         while True:

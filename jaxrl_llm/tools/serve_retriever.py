@@ -18,6 +18,9 @@ from jaxrl_llm.rollout.vllm.address import LOOPBACK
 if TYPE_CHECKING:  # it imports torch
     from jaxrl_llm.retriever.dense import DenseIndex
 
+# Seconds for which an idle connection stays open: longer than clients keep one, because a request that meets a server
+# which is just closing the connection fails.
+KEEP_ALIVE_SECONDS = 75
 SHUTDOWN_SECONDS = 5  # seconds for running searches when the server stops
 
 
@@ -77,6 +80,7 @@ def main() -> None:
         host=args.host,
         port=args.port,
         log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 
 import anyio
@@ -35,6 +36,7 @@ from jaxrl_llm.tools import serve_retriever
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parents[2]
+SMALL_SERVER = ("--model", str(ROOT / "jaxrl_llm" / "assets" / "arithmetic"), "--max-sequences", "2")
 DOCUMENTS = [
     Document("a", '"Velm"\nVelm is a river of Orsa. Its bridge is old.'),
     Document("b", '"Orsa"\nOrsa is a land; its king is Tamar, Tamar the tall.'),
@@ -217,6 +219,20 @@ def server(tmp_path_factory) -> Iterator[str]:
     command = ["-m", "jaxrl_llm.tools.serve_retriever", "--corpus", str(corpus), *bounds]
     with started(*command, folder=folder / "cache") as url:
         yield url
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["serve_retriever", "serve"])
+def test_a_connection_stays_open_for_longer_than_clients_keep_it(program, corpus):
+    """Otherwise a request may meet a server that is just closing the connection. Clients of httpx keep it for 5 s."""
+    arguments = dict(serve_retriever=("--corpus", str(corpus)), serve=SMALL_SERVER)[program]
+    with started("-m", f"jaxrl_llm.tools.{program}", *arguments, folder=corpus.parent) as url:
+        connection = HTTPConnection(url.removeprefix("http://"))
+        for idle_seconds in (0, 6):
+            time.sleep(idle_seconds)
+            connection.request("GET", "/health")
+            with connection.getresponse() as answer:
+                assert answer.status == 200 and answer.read()
 
 
 FORMS = [

@@ -26,6 +26,9 @@ from jaxrl_llm.rollout.vllm.address import LOOPBACK
 
 KEY_VARIABLE = "JAXRL_API_KEY"
 USUAL_TOKENS = 512  # most tokens of a prompt, and of a completion, unless options set them
+# Seconds for which an idle connection stays open: longer than clients keep one, because a request that meets a server
+# which is just closing the connection fails.
+KEEP_ALIVE_SECONDS = 75
 SHUTDOWN_SECONDS = 5  # seconds for running requests when the server stops
 LIMITS = dict.fromkeys(
     ("max_prompt_tokens", "max_completion_tokens", "max_sequences", "max_waiting", "max_sessions"), Field(int, low=1)
@@ -94,7 +97,9 @@ def main() -> None:
         enable_compilation_cache()
         service = open_service(args, folder)
         app = application(service, key=args.api_key)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS)
+        config = uvicorn.Config(
+            app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=SHUTDOWN_SECONDS
+        )
         server = uvicorn.Server(config)
 
         def stop() -> None:
