@@ -26,6 +26,7 @@ from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import progress, sharding, transfers
+from jaxrl_llm.rollout.named_environments import NamedEnvironments
 from jaxrl_llm.rollout.routing import routing_agreement
 from jaxrl_llm.selftest.trial import (
     COMPARED_TOKENS,
@@ -39,6 +40,7 @@ from jaxrl_llm.selftest.trial import (
 )
 from jaxrl_llm.structs import Array, Batch, PyTree, Rollouts
 from jaxrl_llm.tasks import PREFILL, owns_loop
+from jaxrl_llm.tasks.protocol import COLUMN
 
 # A bound such as KL is for float32; KL_ROUNDED is the bound of the same check for other dtypes.
 # Bounds of the KL between equal weights in two programs. The KL is about half the squared difference of
@@ -416,7 +418,15 @@ def _count_observations(
 
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Returns the finding of the rule `tool_down` if a tool fails in all calls of these episodes, else None."""
-    means = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
+    groups = {"": np.ones(len(rollouts.truncated), bool)}
+    if isinstance(trial.parts.environments, NamedEnvironments):
+        names = np.array([row[COLUMN] for row in trial.prompts.rows])
+        groups = {f"{name}/": names == name for name in np.unique(names).tolist()}
+    means = {
+        f"episode/{prefix}{name}": float(values[own].mean())
+        for prefix, own in groups.items()
+        for name, values in rollouts.episodes.items()
+    }
     finding, environments = tool_down(History([{"step": 1} | means])), trial.parts.recipe_summary.environments
     for section, environment in environments.items():
         if finding and "url" in environment.arguments:

@@ -15,6 +15,7 @@ from benchmarks.health import simulated
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import channel_metrics
 from jaxrl_llm.health.history import KEPT_BETWEEN, KEPT_WITHOUT_GAP, LONGER_FACTOR, START_STEPS, History
+from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health
@@ -119,6 +120,22 @@ def test_a_tool_that_fails_is_an_error_although_a_search_found_nothing(failed, e
     history = History([asked(turns=3.0, errors=failed, searches=1.5, empty=empty) | {"step": 1}])
     (finding,) = (x for x in rules.findings(history, BOUNDS) if x.id == "tool_down")
     assert finding.severity == severity
+
+
+@pytest.mark.parametrize(("search", "down"), [
+    (dict(turns=3.0, errors=1.5, searches=1.5), True),
+    (dict(turns=3.0, errors=0.0, searches=1.5), False),  # but the errors of the game are as many as all searches
+])  # fmt: skip
+def test_the_tools_of_each_of_several_environments_are_judged_alone(search, down):
+    game = dict(turns=3.0, errors=1.5, searches=0.0)
+    mean = {name: (search[name] + game[name]) / 2 for name in game}
+    record = {f"episode/{name}": value for name, value in mean.items()}
+    for environment, values in {"game": game, "search": search}.items():
+        record |= {f"episode/{environment}/{name}": value for name, value in values.items()}
+    finding = tool_down(History([record | {"step": 1}, {"step": 2}]))
+    assert (finding is not None) == down
+    if finding:
+        assert "'search'" in finding.evidence and "config.environments.search.env" in finding.fix
 
 
 def test_a_record_without_the_numbers_of_a_rule_is_no_finding():

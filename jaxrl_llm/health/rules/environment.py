@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..finding import Finding, LogRecord
 from ..history import History
 from .bounds import CALLS_WHEN_DOWN, ONE_TURN, TOOL_ERRORS
+
+EPISODE = "episode/"  # start of the names of the metrics of episodes
 
 
 def tools_unused(history: History) -> Finding | None:
@@ -26,50 +30,77 @@ def tools_unused(history: History) -> Finding | None:
 
 
 def tool_down(history: History) -> Finding | None:
-    """Rule F36: in the last steps, every call of a tool fails or finds nothing."""
+    """Rule F36: in the last steps, every call of a tool fails or finds nothing.
+
+    Each of several environments is judged by its own metrics. A mean over all of them would hide a tool that fails, and
+    would compare the errors of one environment with the calls of another.
+    """
+    for name in _environment_names(history.last_records) or [""]:
+        prefix, whose, section = EPISODE, "", "config.env"
+        if name:
+            prefix, whose = f"{EPISODE}{name}/", f" in environment {name!r}"
+            section = f"config.environments.{name}.env"
+        failure_counts, empty_counts = _counts_when_down(history.last_records, prefix)
+        # If calls both fail and find nothing, the more frequent problem is reported.
+        if sum(empty_counts) > sum(failure_counts):
+            return Finding(
+                "warning",
+                evidence=f"all searches{whose} find nothing ({empty_counts[-1]:.2g} searches per episode)",
+                cause="the index of the search server is empty or the wrong one, or the server does not understand the "
+                "queries",
+                fix="send a query to the server by hand (docs/retriever.md), read the queries in completions.jsonl, "
+                f"and correct {section}",
+                reference="docs/failures.md F36",
+            )
+        if failure_counts:
+            return Finding(
+                "error",
+                evidence=f"all tool calls{whose} fail ({failure_counts[-1]:.2g} calls per episode)",
+                cause="the tool or its server does not answer",
+                fix="read the tool's error in completions.jsonl, restart the tool, or correct its address in "
+                f"{section}",
+                reference="docs/failures.md F36",
+            )
+    return None
+
+
+def _environment_names(records: Sequence[LogRecord]) -> list[str]:
+    """Returns the names of a run's several environments, sorted; [] if the run does not name its environments."""
+    counters = {name for record in records for name in record if name.startswith(EPISODE) and name.endswith("/turns")}
+    return sorted(name[len(EPISODE) : -len("/turns")] for name in counters - {f"{EPISODE}turns"})
+
+
+def _counts_when_down(records: Sequence[LogRecord], prefix: str) -> tuple[list[float], list[float]]:
+    """Returns the failures and the empty searches of an episode in the last steps; two empty lists if a call succeeded.
+
+    prefix: start of the names of the environment's metrics.
+    """
     last_records = [
-        record
-        for record in history.last_records
-        if record.get("episode/errors") is not None and record.get("episode/turns")
+        record for record in records if record.get(f"{prefix}errors") is not None and record.get(f"{prefix}turns")
     ][-3:]
-    call_counts = [max(_calls_or_turns(record), CALLS_WHEN_DOWN) for record in last_records]
-    empty_counts = [record.get("episode/empty") or 0.0 for record in last_records]
-    failure_counts = [record["episode/errors"] for record in last_records]
+    call_counts = [max(_calls_or_turns(record, prefix), CALLS_WHEN_DOWN) for record in last_records]
+    empty_counts = [record.get(f"{prefix}empty") or 0.0 for record in last_records]
+    failure_counts = [record[f"{prefix}errors"] for record in last_records]
     # The factor below 1 allows for rounding, because the two sides are means of different counts.
-    if not last_records or any(
+    has_success = any(
         failures + empties < 0.999999 * calls
         for failures, empties, calls in zip(failure_counts, empty_counts, call_counts, strict=True)
-    ):
-        return None
-    # If calls both fail and find nothing, the more frequent problem is reported.
-    if sum(empty_counts) > sum(failure_counts):
-        return Finding(
-            "warning",
-            evidence=f"all searches find nothing ({empty_counts[-1]:.2g} searches per episode)",
-            cause="the index of the search server is empty or the wrong one, or the server does not understand the "
-            "queries",
-            fix="send a query to the server by hand (docs/retriever.md), read the queries in completions.jsonl, and "
-            "correct config.env",
-            reference="docs/failures.md F36",
-        )
-    return Finding(
-        "error",
-        evidence=f"all tool calls fail ({last_records[-1]['episode/errors']:.2g} calls per episode)",
-        cause="the tool or its server does not answer",
-        fix="read the tool's error in completions.jsonl, restart the tool, or correct its address in config.env",
-        reference="docs/failures.md F36",
     )
+    return ([], []) if has_success else (failure_counts, empty_counts)
 
 
-def _calls_or_turns(record: LogRecord) -> float:
-    """Returns the mean number of tool calls of an episode, or of its turns if the environment does not count calls."""
+def _calls_or_turns(record: LogRecord, prefix: str) -> float:
+    """Returns the mean number of tool calls of an episode, or of its turns if the environment does not count calls.
+
+    prefix: start of the names of the environment's metrics.
+    """
 
     def count(name: str) -> float:
-        return record.get(f"episode/{name}") or 0.0
+        return record.get(prefix + name) or 0.0
 
     # Invalid calls are subtracted, because they reach no tool.
     calls = count("calls") - count("invalid") if count("calls") else 0.0
-    return calls + count("searches") + count("programs") or record["episode/turns"]
+    return calls + count("searches") + count("programs") or record[f"{prefix}turns"]
 
 
 def tool_errors(history: History) -> Finding | None:
