@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -28,6 +29,8 @@ from jaxrl_llm.rollout.named_environments import (
     open_environments,
 )
 from jaxrl_llm.rollout.samples import CompletionTask, Samples
+from jaxrl_llm.selftest import self_test
+from jaxrl_llm.selftest.trial import Trial
 from jaxrl_llm.session.record import environment_metrics, episode_metrics
 from jaxrl_llm.structs import Prompts
 from jaxrl_llm.tasks.tools import Tools
@@ -35,6 +38,7 @@ from jaxrl_llm.tasks.tools import Tools
 HERE = "tests.rollout.test_named_environments."
 ECHO = "tests.rollout.test_episodes."
 BRIEF_LIMITS = LIMITS | dict(most=2, tokens=6, observation_tokens=3)
+RUN_WITHOUT_SERVERS = SimpleNamespace(environments={})
 CHAT = {"prompt": [{"role": "user", "content": "2 + 2?"}]}
 
 
@@ -79,6 +83,20 @@ def test_episodes_of_two_environments_are_those_of_each_alone():
         for metric in ("turns", "asked", "policy_tokens", "environment_tokens"):
             assert metrics[f"episode/{name}/{metric}"] == pytest.approx(expected[f"episode/{metric}"])
     assert metrics["episode/echo/turns"] != metrics["episode/brief/turns"]
+
+
+def test_the_self_test_finds_the_one_environment_whose_tools_fail():
+    rows, shape = [{"environment": ("echo", "brief")[i % 2]} for i in range(8)], (8, 4)
+    errors = np.where(np.arange(8)[:, None] % 2, np.full(shape, 3.0), 0.0)
+    rollouts = SimpleNamespace(
+        truncated=np.zeros(shape, bool), episodes={"turns": np.full(shape, 3.0), "errors": errors}
+    )
+    parts_of_run = SimpleNamespace(environments=NamedEnvironments(pools()), recipe_summary=RUN_WITHOUT_SERVERS)
+    trial = SimpleNamespace(
+        parts=parts_of_run, full=True, prompts=SimpleNamespace(rows=rows), episodes=lambda: (rollouts, [])
+    )
+    (finding,) = self_test.environment_is_masked(cast(Trial, trial)).findings
+    assert finding.id == "tool_down" and "'brief'" in finding.evidence
 
 
 def test_a_prompt_shows_the_tools_of_its_own_environment():
@@ -147,3 +165,59 @@ def test_a_run_with_two_environments_resumes_as_it_would_have_gone_on(tmp_path: 
     whole = run_records(config_with_two(), tmp_path / "whole")
     assert {"episode/echo/turns", "episode/brief/turns", "eval/accuracy"} <= set().union(*whole)
     assert run_records(config_with_two(), tmp_path / "parts", stop=3) == whole
+
+
+def as_echo(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"environment": "echo"}
+
+
+def as_brief(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"environment": "brief"}
+
+
+def alone(name: str, config: Any, **changes: Any) -> Any:
+    """Returns the config of a run with one environment of `config`, and no other."""
+    config_alone = config_with_turns(**changes)
+    with config_alone.unlocked():
+        config_alone.env, config_alone.turns = config.environments[name].env, config.environments[name].turns
+    return config_alone
+
+
+def without(prefix: str, record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if not key.startswith(prefix)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["echo", "brief"])
+def test_a_run_whose_rows_name_one_of_two_environments_is_its_run_alone(name: str, tmp_path: Path):
+    convert = f"{HERE}as_{name}"
+    changes = {"data.convert": convert, "eval.convert": convert, "eval.function": ECHO + "digits", "num_steps": 2}
+    config, prefix = config_with_two(**changes), f"episode/{name}/"
+    records = run_records(config, tmp_path / "both")
+    records_alone = run_records(alone(name, config, **changes), tmp_path / "alone")
+    assert [without(prefix, record) for record in records] == records_alone
+    assert records[-1]["eval/accuracy"] > 0
+    for record in records:
+        own = {"episode/" + key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
+        assert own == {key: value for key, value in without(prefix, record).items() if key.startswith("episode/")}
+
+
+@pytest.mark.slow
+def test_held_out_sets_of_two_environments_score_as_in_runs_alone(tmp_path: Path):
+    """The weights stay equal, because so small a learning rate changes no float32 parameter."""
+    changes = {"optim.learning_rate": 1e-30, "num_steps": 1, "eval.every": 1, "eval.function": ECHO + "digits"}
+    changes |= {"data.convert": HERE + "named", "eval.convert": HERE + "named"}
+    config = config_with_two(**changes)
+    configs = {"both": config} | {name: alone(name, config, **changes) for name in ("echo", "brief")}
+    last = {}
+    for run, run_config in configs.items():
+        with run_config.unlocked():
+            for name in ("echo", "brief"):
+                one_set = dict(
+                    source=config.eval.source, function=ECHO + "digits", convert=f"{HERE}as_{name}", problems=8
+                )
+                run_config.eval.extra_sets[name] = type(config)(one_set)
+        *_, last[run] = run_records(run_config, tmp_path / run)
+    scores = {name: last["both"][f"eval/{name}/accuracy"] for name in ("echo", "brief")}
+    assert scores == {name: last[name][f"eval/{name}/accuracy"] for name in scores}
+    assert scores["echo"] != scores["brief"]
