@@ -99,21 +99,25 @@ def open_environments(
 
     template_args: arguments of the chat template, except for the tools. Raises: UserError.
     """
-    pools = {}
-    for prefix, settings in episodes.sections().items():
-        with naming_section(prefix):
+    if episodes.env and episodes.turns:
+        pool = EnvironmentPool(tokenizer, episodes.env, template_args, **episodes.turns)
+        return exit_stack.enter_context(closing(pool))
+    pools = dict[str, EnvironmentPool]()
+    for name, settings in episodes.environments.items():
+        with errors_name_section(name):
             pool = EnvironmentPool(tokenizer, settings.env, template_args, **settings.turns)
-        pools[prefix.removeprefix("environments.").removesuffix(".")] = exit_stack.enter_context(closing(pool))
-    return NamedEnvironments(pools) if episodes.environments else pools.get("")
+        pools[name] = exit_stack.enter_context(closing(pool))
+    return NamedEnvironments(pools) if pools else None
 
 
 @contextmanager
-def naming_section(prefix: str) -> Iterator[None]:
-    """Puts the prefix of a section, such as "environments.game.", before the fields env and turns in a UserError."""
+def errors_name_section(name: str) -> Iterator[None]:
+    """Changes config.env in a UserError to config.environments.NAME.env, and config.turns alike."""
     try:
         yield
     except UserError as error:
-        raise UserError(re.sub(r"\bconfig\.(?=env\b|turns\b)", f"config.{prefix}", str(error))) from error
+        section = f"config.environments.{name}."
+        raise UserError(re.sub(r"\bconfig\.(?=env\b|turns\b)", section, str(error))) from error
 
 
 class NamedEnvironments:
@@ -132,7 +136,7 @@ class NamedEnvironments:
         prepared = list(rows)
         for name, places in self._places(rows).items():
             pool, own_rows = self._pools[name], [rows[i] for i in places]
-            with naming_section(f"environments.{name}."):
+            with errors_name_section(name):
                 own_rows = pool.prepare_rows([self._with_tools(row, name) for row in own_rows])
             for i, row in zip(places, own_rows, strict=True):
                 prepared[i] = row
@@ -141,7 +145,7 @@ class NamedEnvironments:
     def check(self, rows: Sequence[dict[str, Any]]) -> None:
         """Checks each environment as `EnvironmentPool.check` does, with its own rows. Raises: UserError."""
         for name, places in self._places(rows).items():
-            with naming_section(f"environments.{name}."):
+            with errors_name_section(name):
                 self._pools[name].check([rows[i] for i in places])
 
     def start_batch(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
