@@ -43,7 +43,8 @@ from jaxrl_llm.models.skeleton import Skeleton, parameter_tree, rematerialized
 from jaxrl_llm.models.vision import Tower
 from jaxrl_llm.structs import Array, Images, Prompt, PyTree
 
-# Reduces a layer's routing of completion rows [B, N, T, ...] to the arrays that the caller wants.
+# A function of the caller: it reduces the router's decisions in one layer, for the tokens of completion rows
+# [B, N, T, ...], to the arrays that the caller wants, such as the load of each expert.
 RoutingCollector: TypeAlias = Callable[[Routing], PyTree]
 TOWER = "visual"  # key of the vision tower in the parameter tree
 
@@ -61,15 +62,16 @@ def last_state(hidden: Array, mask: Array) -> jax.Array:
 class PackedRows(NamedTuple):
     """The completions that a model reads: B prompts with N rows of T tokens each. All arrays are [B, N, T].
 
-    A row holds one completion or several; the tokens of a completion stand together. If completions are trees,
-    `previous` and `ends` say how their tokens follow each other, in places of the row.
+    A row holds one completion or several; the tokens of a completion stand together. A completion is a sequence of
+    tokens, or a tree: its branches share their first tokens. `previous` and `ends` describe trees by indices of the
+    row, and are None for sequences.
     """
 
     tokens: Array  # int32
     positions: Array  # number of completion tokens before each token
     segment_ids: Array  # number of the completion that each token belongs to, 0 for padding
-    previous: Array | None = None  # place of the token before each token whose position is above 0; None for chains
-    ends: Array | None = None  # place after the last token that sees each token; None for chains
+    previous: Array | None = None  # index of each token's parent in the tree, for tokens with a position above 0
+    ends: Array | None = None  # index after the last token that sees each token
 
 
 class PerLayerKind(NamedTuple):
@@ -117,12 +119,12 @@ class Decoder:
         """Returns new random parameters, in float32; kernels and embedding are drawn from normal(0, 0.02)."""
         block_key, outer_key = jax.random.split(key)
 
-        # vmap traces one layer and stacks the results, so the program does not grow with the number of layers.
-        def block_parameters(key: Array) -> PyTree:
-            return parameter_tree(Block(self.cfg, nnx.Rngs(key)))
+        def layer_parameters(layer_key: Array) -> PyTree:
+            return parameter_tree(Block(self.cfg, nnx.Rngs(layer_key)))
 
-        blocks = jax.vmap(block_parameters)(jax.random.split(block_key, self.cfg.layers))
-        params = {"layers": blocks, **parameter_tree(EmbedAndHead(self.cfg, nnx.Rngs(outer_key)))}
+        # vmap traces one layer and stacks the results, so the program does not grow with the number of layers.
+        stacked_layers = jax.vmap(layer_parameters)(jax.random.split(block_key, self.cfg.layers))
+        params = {"layers": stacked_layers, **parameter_tree(EmbedAndHead(self.cfg, nnx.Rngs(outer_key)))}
         return params | {TOWER: self._tower.init(jax.random.fold_in(key, 2))} if self._tower else params
 
     @cached_property
@@ -133,7 +135,7 @@ class Decoder:
     def size(self, *, active: bool = False) -> int:
         """Returns the number of parameters.
 
-        active: whether to count, of the experts, only as many as one token is sent to.
+        active: whether to count only the parameters that one token uses: of all experts, those that it is sent to.
         """
         sizes = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes)}
         if active and (mixture := self.cfg.mixture):
@@ -142,19 +144,19 @@ class Decoder:
         return sum(sizes.values())
 
     def adapters(self, kind: AdapterKind) -> Adapters:
-        """Returns the adapters of this model. Raises: UserError, if kind.targets matches the name of no kernel."""
-        nodes = nnx.iter_graph(self._block.empty)
-        kernels = {
-            f"layers/{'/'.join(map(str, path))}/kernel": (self.cfg.layers, *node.kernel.get_value().shape)
-            for path, node in nodes
-            if isinstance(node, Linear)
+        """Returns adapters (LoRA) of this kind for the layers. Raises: UserError, if kind.targets matches no kernel."""
+        # Kernels of linear layers may get an adapter: {path of the kernel: its shape, stacked over the layers}.
+        kernel_shapes = {
+            f"layers/{'/'.join(map(str, path))}/kernel": (self.cfg.layers, *module.kernel.get_value().shape)
+            for path, module in nnx.iter_graph(self._block.empty)
+            if isinstance(module, Linear)
         }
-        return make_adapters(kind, kernels, names.module_table(self.cfg.family))
+        return make_adapters(kind, kernel_shapes, names.module_table(self.cfg.family))
 
     def cast_for_compute(self, params: PyTree) -> PyTree:
-        """Casts parameters to the dtype of their products. Norms and routers compute in float32 and stay float32.
+        """Casts parameters to the dtype in which they are used: mostly cfg.dtype, float32 for norms and routers.
 
-        A frozen model may be stored in these dtypes, because the forward pass would cast its parameters anyway.
+        A frozen model may be stored in this form, because the forward pass would cast its parameters anyway.
         """
         dtypes = self.compute_dtypes(params)
         return jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
@@ -173,15 +175,16 @@ class Decoder:
 
     def prefill(self, params: PyTree, prompt: Prompt) -> tuple[jax.Array, Any]:
         """Runs prompts [B, P] and returns hidden states [B, P, D], and keys and values [B, K, P, h] of each layer."""
+        # In the layers, a prompt is one row of tokens: its arrays have the axes [B, 1, P, ...].
         angles = self._angles(_prompt_rotary_positions(prompt))
-        attend_packed = self._attend_packed(
-            prompt.mask[:, None].astype(jnp.int32), last_visible=self._last_visible(prompt)
-        )
+        segment_ids = prompt.mask[:, None].astype(jnp.int32)  # 1 for real tokens, 0 for padding
+        attend_row = self._attend_packed(segment_ids, last_visible=self._last_visible(prompt))
 
         def layer(states: Array, is_local: Array | bool, layer_params: PyTree) -> tuple[Array, KeyValue]:
             block = self._block(layer_params)
             query, keys_values = head_major(*block.project(states, angles.select(is_local)))
-            states, _ = block.finish(states, token_major(attend_packed(is_local, query, keys_values)))
+            attended = attend_row(is_local, query, keys_values)
+            states, _ = block.finish(states, token_major(attended))
             return states, _without_row_axis(keys_values)
 
         embeddings = self._embed(params, prompt.tokens[:, None])
@@ -211,22 +214,23 @@ class Decoder:
             return joined[:, :, :prompt_length], of_rows
 
         # A completion continues at the number of real tokens of its prompt, because padding has no position.
-        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + rows.positions
-        angles = self._angles(join(*_rotary_positions(prompt, rows.positions, after_prompt)))
-        attend_prompts = self._attend_packed(
-            prompt.mask[:, None].astype(jnp.int32), last_visible=self._last_visible(prompt)
-        )
-        attend_packed = self._attend_packed(rows.segment_ids, prompt.mask, after_prompt, ends=rows.ends)
+        text_positions = _count_tokens(prompt) + rows.positions  # [B, N, T] of row tokens
+        angles = self._angles(join(*_rotary_positions(prompt, rows.positions, text_positions)))
+        prompt_segment_ids = prompt.mask[:, None].astype(jnp.int32)  # 1 for real tokens, 0 for padding
+        attend_prompts = self._attend_packed(prompt_segment_ids, last_visible=self._last_visible(prompt))
+        attend_rows = self._attend_packed(rows.segment_ids, prompt.mask, text_positions, ends=rows.ends)
 
         def layer(states: Array, is_local: Array | bool, layer_params: PyTree) -> tuple[Array, PyTree]:
             block = self._block(layer_params)
-            projections = block.project(states, angles.select(is_local))
+            projections = block.project(states, angles.select(is_local))  # query, key and value of all tokens
             of_prompts, of_rows = zip(*(split(projection) for projection in projections), strict=True)
             # The rows of a group attend to the keys and values of the prompt, and gradients flow back through them.
-            query, prompt_cache = head_major(*of_prompts)
-            from_prompts = attend_prompts(is_local, query, prompt_cache)
-            from_rows = attend_packed(is_local, *head_major(*of_rows), _without_row_axis(prompt_cache))
-            states, routing = block.finish(states, join(token_major(from_prompts), token_major(from_rows)))
+            prompt_query, prompt_cache = head_major(*of_prompts)
+            row_query, row_cache = head_major(*of_rows)
+            attended_by_prompts = attend_prompts(is_local, prompt_query, prompt_cache)
+            attended_by_rows = attend_rows(is_local, row_query, row_cache, _without_row_axis(prompt_cache))
+            attended = join(token_major(attended_by_prompts), token_major(attended_by_rows))
+            states, routing = block.finish(states, attended)
             routing_of_rows = jax.tree.map(lambda array: split(array)[1], routing)
             return states, _collected(collect, routing_of_rows)
 
@@ -249,16 +253,20 @@ class Decoder:
         prompt_cache: keys and values of the prompts, from `prefill`. collect: function of the routing of each layer,
         whose results are returned; None = no results. Returns hidden states [B, N, T, D], and the results of `collect`.
         """
-        after_prompt, images = jnp.sum(prompt.mask, axis=-1)[:, None, None] + rows.positions, prompt.images
-        angles = self._angles(after_prompt if images is None else images.end[:, None, None] + rows.positions)
-        attend_packed = self._attend_packed(rows.segment_ids, prompt.mask, after_prompt, ends=rows.ends)
+        text_positions = _count_tokens(prompt) + rows.positions  # [B, N, T], counted from the first prompt token
+        rotary_positions = text_positions
+        if prompt.images is not None:
+            # An image has fewer rotary positions than tokens, so `images.end` says where completions continue.
+            rotary_positions = prompt.images.end[:, None, None] + rows.positions
+        angles = self._angles(rotary_positions)
+        attend_rows = self._attend_packed(rows.segment_ids, prompt.mask, text_positions, ends=rows.ends)
 
         def layer(
             states: Array, is_local: Array | bool, layer_params: PyTree, layer_cache: KeyValue
         ) -> tuple[Array, PyTree]:
             block = self._block(layer_params)
             query, keys_values = head_major(*block.project(states, angles.select(is_local)))
-            attended = attend_packed(is_local, query, keys_values, layer_cache)
+            attended = attend_rows(is_local, query, keys_values, layer_cache)
             states, routing = block.finish(states, token_major(attended))
             return states, _collected(collect, routing)
 
@@ -277,9 +285,10 @@ class Decoder:
         """Runs the next tokens [B, N, T] of rows, whose earlier keys and values are in the cache: a step of decoding.
 
         params: parameter tree from `unstack`. positions [B, N, T]: position of each token in its text; after a prompt
-        with images, positions continue at `Images.end`. attend(is_local, query, keys and values of these tokens, cache
-        of a layer): returns the attention output, and the cache with these tokens. Returns hidden states [B, N, T, D],
-        the cache of each layer, and the chosen experts [B, N, T, chosen] of each layer (None without experts).
+        with images, positions continue at `Images.end`. attend(is_local, query, keys and values of the new tokens,
+        cache of a layer): returns the attention output, and the cache with the new tokens. Returns hidden states
+        [B, N, T, D], the cache of each layer, and the chosen experts [B, N, T, chosen] of each layer (None without
+        experts).
         """
         angles = self._angles(positions)
 
@@ -315,8 +324,9 @@ class Decoder:
 
     def _angles(self, positions: Array) -> PerLayerKind:
         """Returns the angles of the rotary embedding for tokens at these positions, for full and for local layers."""
-        full = rotary_angles(positions, self.cfg.rope)
-        return PerLayerKind(full, rotary_angles(positions, self.cfg.local_rope) if self.cfg.local_rope else full)
+        full_angles = rotary_angles(positions, self.cfg.rope)
+        local_angles = rotary_angles(positions, self.cfg.local_rope) if self.cfg.local_rope else full_angles
+        return PerLayerKind(full_angles, local_angles)
 
     def _window(self, length: int) -> int:
         """Returns the window of local layers, or 0 if texts of this length fit into the window."""
@@ -325,21 +335,23 @@ class Decoder:
     def _last_visible(self, prompt: Prompt) -> jax.Array | None:
         """Returns the index [B, 1, P] of the last token that each prompt token sees; None if each sees up to itself.
 
-        In some models, the tokens of an image see all tokens of this image, also the later ones.
+        In some models, such as Gemma 3, a token of an image sees all tokens of its image, also later tokens.
         """
         images = prompt.images
         if images is None or not self.cfg.vision or not self.cfg.vision.bidirectional_tokens:
             return None
-        prompts, image_tokens = images.columns.shape
+        prompt_count, image_tokens = images.columns.shape
         token_index = jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)
-        segments = images.segments.reshape(prompts, image_tokens, -1)[..., 0]  # number of the image of each image token
-        find_last = partial(jax.ops.segment_max, num_segments=image_tokens + 1)
-        last_of_segment = jax.vmap(find_last)(images.columns, segments)
+        # Number of the image of each image token: that of the token's first patch.
+        image_numbers = images.segments.reshape(prompt_count, image_tokens, -1)[..., 0]
+        find_last_token = partial(jax.ops.segment_max, num_segments=image_tokens + 1)
+        last_token_of_image = jax.vmap(find_last_token)(images.columns, image_numbers)
 
-        def last_visible_of_prompt(columns: Array, last_of_segment: Array, segments: Array) -> jax.Array:
-            return token_index.at[columns].set(last_of_segment[segments], mode="drop")
+        def last_visible_of_prompt(columns: Array, last_token_of_image: Array, image_numbers: Array) -> jax.Array:
+            # A text token sees up to itself, and an image token up to the last token of its image.
+            return token_index.at[columns].set(last_token_of_image[image_numbers], mode="drop")
 
-        return jax.vmap(last_visible_of_prompt)(images.columns, last_of_segment, segments)[:, None]
+        return jax.vmap(last_visible_of_prompt)(images.columns, last_token_of_image, image_numbers)[:, None]
 
     def _attend_packed(
         self,
@@ -354,23 +366,23 @@ class Decoder:
         The TPU or GPU kernel is used where it supports this model. segment_ids [B, N, T]: number of each token's
         completion. positions [B, N, T]: index of each token, counted from the first token of its prompt.
         last_visible [B, N, T]: index of the last token that a token sees, None = itself; only for rows without prompt.
-        ends [B, N, T]: as in `PackedRows`, None if completions are chains.
+        ends [B, N, T]: index after the last token that sees each token, for completions that are trees; else None.
         """
         cfg, length = self.cfg, segment_ids.shape[-1]
         window = self._window(length + (0 if prompt_mask is None else prompt_mask.shape[-1]))
 
-        def visible(window: int) -> Visible:
-            prompt = None if prompt_mask is None else prompt_visibility(prompt_mask, positions, window)
+        def make_masks(window: int) -> Visible:
+            to_prompt = None if prompt_mask is None else prompt_visibility(prompt_mask, positions, window)
             if ends is not None and positions is not None:
-                return Visible(tree_mask(segment_ids, ends, positions, window), prompt)
-            return Visible(causal_mask(segment_ids, window, last_visible), prompt)
+                return Visible(tree_mask(segment_ids, ends, positions, window), to_prompt)
+            return Visible(causal_mask(segment_ids, window, last_visible), to_prompt)
 
-        masks, soft_cap = PerLayerKind.for_window(visible, window), cfg.soft_cap
+        masks, soft_cap = PerLayerKind.for_window(make_masks, window), cfg.soft_cap
         if self.mesh is not None:
             device = self.mesh.devices.flat[0]
-            # The TPU kernel has no masks of trees, because it knows only the first key that each token sees.
+            # The TPU kernel cannot mask trees, because it knows only the first key that each token sees.
             if ends is None and attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
-                # The TPU kernel makes its own masks. jit drops `masks`, which nothing uses on this path.
+                # The TPU kernel makes its own masks. jit drops `masks`, which the TPU kernel does not use.
                 return self._attend_tpu(segment_ids, prompt_mask, window, last_visible)
             if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, soft_cap):
                 return lambda is_local, query, row, prompt=None: attention_gpu.attend_gpu(
@@ -383,12 +395,14 @@ class Decoder:
     def _attend_tpu(
         self, segment_ids: Array, prompt_mask: Array | None, window: int, last_visible: Array | None
     ) -> Callable[..., jax.Array]:
-        """Returns the `attend` of `_attend_packed` that uses the TPU kernel.
+        """Returns `attend(is_local, query, row, prompt)`, the attention of rows to themselves and to their prompt.
 
-        The kernel's masks are static, so full and local layers need two kernels.
+        It runs the TPU kernel. The masks of a kernel are static, so full and local layers need two kernels. window:
+        window of local layers, 0 = none. last_visible [B, N, T]: index of the last token that a token sees, or None.
         """
 
         def make_kernel(window: int) -> Callable[..., jax.Array]:
+            # `ahead` bounds how many later tokens an image token sees.
             ahead = self.cfg.vision.bidirectional_tokens if self.cfg.vision and last_visible is not None else 0
             limits = attention_tpu.AttentionLimits(window, self.cfg.soft_cap, last_visible, ahead)
             return lambda query, row, prompt: attention_tpu.attend_tpu(
@@ -409,28 +423,30 @@ class Decoder:
         """Runs hidden states x through all layers, and returns the new states and the outputs of the layers.
 
         layer(x, is_local, parameters of the layer, ...): returns the new x and an output. is_local: True for a layer
-        with a sliding window. per_layer: further arguments of `layer`, each with one entry per layer. deepstack:
-        vectors that the first layers add to image tokens, None = none.
+        with a sliding window. layers: parameters, stacked [L, ...] or as a list. per_layer: further arguments of
+        `layer`, each with one entry per layer. deepstack: vectors that the first layers add to image tokens, or None.
         """
         layer_is_local = self.cfg.kinds
         if deepstack is not None:
             layer_numbers = range(self.cfg.layers) if isinstance(layers, list) else jnp.arange(self.cfg.layers)
             layer, per_layer = deepstack.wrap_layer(layer), (*per_layer, layer_numbers)
         if not isinstance(layers, list):
-            # If all layers are of one kind, `is_local` is a Python bool, so that masks are not selected at run time.
+            # Training scans the stacked layers. If all layers are of one kind, `is_local` is a Python bool, so that
+            # masks are not selected at run time.
             one_kind = len(set(layer_is_local)) == 1
 
-            def scanned_layer(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
-                return layer(x, layer_is_local[0] if one_kind else scanned[0], *scanned[1:])
+            def scanned_layer(x: Array, layer_inputs: tuple[Any, ...]) -> tuple[Array, Any]:
+                is_local, *arguments = layer_inputs
+                return layer(x, layer_is_local[0] if one_kind else is_local, *arguments)
 
-            return jax.lax.scan(
-                rematerialized(scanned_layer, self.cfg.remat), x, (jnp.asarray(layer_is_local), layers, *per_layer)
-            )
-        collected = []
-        for is_local, *scanned in zip(layer_is_local, layers, *per_layer, strict=True):
-            x, output = layer(x, is_local, *scanned)
-            collected.append(output)
-        return x, collected
+            stacked_inputs = (jnp.asarray(layer_is_local), layers, *per_layer)
+            return jax.lax.scan(rematerialized(scanned_layer, self.cfg.remat), x, stacked_inputs)
+        # Sampling runs a list of layers one after the other.
+        outputs = []
+        for is_local, *arguments in zip(layer_is_local, layers, *per_layer, strict=True):
+            x, output = layer(x, is_local, *arguments)
+            outputs.append(output)
+        return x, outputs
 
     def _embed(self, params: PyTree, tokens: Array, *, by_width: bool = False) -> jax.Array:
         """Returns the embeddings [B, N, T, D] of tokens [B, N, T].
@@ -445,12 +461,12 @@ class Decoder:
         if self.mesh is None:
             return embeddings
         if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
-            # Without this constraint, and with a vocabulary split over `tensor`, a device would hold the rows of all
-            # devices.
+            # Without this constraint, and with a vocabulary split over `tensor`, a device would hold the embeddings of
+            # the completion rows of all devices.
             split_width = NamedSharding(self.mesh, P("data", None, None, "fsdp"))
             embeddings = jax.lax.with_sharding_constraint(embeddings, split_width)
-        # Shard the prompts here, because XLA would shard the width, like the embedding, and keep all prompts on each
-        # device.
+        # Shard the axis B here, because XLA would shard the width, like the embedding table, and keep all prompts on
+        # each device.
         return jax.lax.with_sharding_constraint(embeddings, NamedSharding(self.mesh, BATCH))
 
     def _insert_images(
@@ -458,8 +474,8 @@ class Decoder:
     ) -> tuple[jax.Array, DeepStackVectors | None]:
         """Replaces the embeddings of image tokens by the vectors of the vision tower.
 
-        embeddings: embeddings [B, 1, T, D] of T tokens, prompts first. images: images of the prompts, None without any.
-        Returns the new embeddings, and the vectors that the first layers add (None without DeepStack).
+        embeddings: embeddings [B, 1, T, D] of T tokens, first the tokens of the prompt. images: images of the prompts,
+        or None. Returns the new embeddings, and the vectors that the first layers add (None without DeepStack).
         """
         if images is None:
             return embeddings, None
@@ -473,24 +489,26 @@ class Decoder:
             lambda: tower(params[TOWER], images).astype(dtype),
             lambda: jnp.zeros(vectors_shape, dtype),
         )
-        # Padding columns are set out of range, so that they are dropped and not written into the completions.
+        # `columns` are the token indices of image tokens. Padding columns are set out of range, so that their vectors
+        # are dropped and not written into the completions.
         prompt_length, length = images.positions.shape[-1], embeddings.shape[2]
         columns = jnp.where(images.columns < prompt_length, images.columns, length)
-        insert_vectors = jax.vmap(lambda row, positions, vector: row.at[positions].set(vector, mode="drop"))
+        insert_vectors = jax.vmap(lambda row, columns, vectors: row.at[columns].set(vectors, mode="drop"))
         embeddings = insert_vectors(embeddings[:, 0], columns, vectors[0])[:, None]
         return embeddings, DeepStackVectors(columns, vectors[1:]) if tower.vision.deepstack_layers else None
 
     def _embed_and_head(self, params: PyTree) -> EmbedAndHead:
+        """Returns the embedding, the final norm and the head of the model, with these parameters."""
         return self._outer_parts({name: leaf for name, leaf in params.items() if name not in ("layers", TOWER)})
 
 
 class DeepStackVectors(NamedTuple):
     """Vectors of a vision tower that the first layers of a decoder add to the hidden states of image tokens.
 
-    DeepStack (arXiv 2406.04334) feeds features of inner layers of the tower to the decoder in this way.
+    So DeepStack (arXiv 2406.04334) feeds features of the tower's inner layers to the decoder.
     """
 
-    columns: Array  # [B, M] index of each of M image tokens in its row; an index out of range adds nothing
+    columns: Array  # [B, M] index of each of M image tokens among the tokens; an index out of range adds nothing
     vectors: Array  # [first layers, B, M, D] vectors that each of the first layers adds
 
     def wrap_layer(self, layer: Callable) -> Callable:
@@ -499,7 +517,7 @@ class DeepStackVectors(NamedTuple):
         The function has the number of the layer as an additional last argument.
         """
         layers_with_vectors = len(self.vectors)
-        add_to = jax.vmap(lambda row, positions, vector: row.at[positions].add(vector, mode="drop"))
+        add_at_columns = jax.vmap(lambda row, columns, vectors: row.at[columns].add(vectors, mode="drop"))
 
         def with_vectors(states: Array, *arguments: Any) -> tuple[jax.Array, Any]:
             *layer_arguments, layer_number = arguments
@@ -510,7 +528,7 @@ class DeepStackVectors(NamedTuple):
             def add_vectors(states: Array) -> jax.Array:
                 # Both branches of `cond` are traced, so the index must be valid for later layers too.
                 layer_vectors = self.vectors[jnp.minimum(layer_number, layers_with_vectors - 1)]
-                return add_to(states[:, 0], self.columns, layer_vectors)[:, None]
+                return add_at_columns(states[:, 0], self.columns, layer_vectors)[:, None]
 
             has_vectors = layer_number < layers_with_vectors
             return jax.lax.cond(has_vectors, add_vectors, lambda states: states, states), output
@@ -521,6 +539,11 @@ class DeepStackVectors(NamedTuple):
 def _collected(collect: RoutingCollector | None, routing: Routing | None) -> PyTree:
     """Returns collect(routing) of a layer; None without experts or without a collector."""
     return collect(routing) if collect and routing else None
+
+
+def _count_tokens(prompt: Prompt) -> jax.Array:
+    """Returns the number of real tokens of each prompt, [B, 1, 1]."""
+    return jnp.sum(prompt.mask, axis=-1)[:, None, None]
 
 
 def _without_row_axis(prompt: KeyValue) -> KeyValue:
@@ -535,13 +558,13 @@ def _prompt_rotary_positions(prompt: Prompt) -> jax.Array:
     return jnp.moveaxis(prompt.images.positions, 1, 2)[:, None]
 
 
-def _rotary_positions(prompt: Prompt, positions: Array, after_prompt: Array) -> tuple[jax.Array, jax.Array]:
-    """Returns rotary positions of prompt tokens, and of the rows [B, N, T] (with images [B, N, T, 3]) after them.
+def _rotary_positions(prompt: Prompt, positions: Array, text_positions: Array) -> tuple[jax.Array, jax.Array]:
+    """Returns rotary positions of prompt tokens, and of their rows: [B, N, T], or with images [B, N, T, 3].
 
-    positions [B, N, T]: index of each token in its completion. after_prompt [B, N, T]: index of each token, counted
-    from the first token of its prompt; used without images, because an image has fewer positions than tokens.
+    positions [B, N, T]: index of each row token in its completion. text_positions [B, N, T]: index of each row token,
+    counted from the first prompt token; used without images, because an image has fewer positions than tokens.
     """
     if prompt.images is None:
-        return _prompt_rotary_positions(prompt), after_prompt
+        return _prompt_rotary_positions(prompt), text_positions
     row_positions = (prompt.images.end[:, None, None] + positions)[..., None]
     return _prompt_rotary_positions(prompt), jnp.broadcast_to(row_positions, (*positions.shape, 3))
