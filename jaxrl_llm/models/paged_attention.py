@@ -1,13 +1,16 @@
 """Attention of decoding: queries attend to keys and values in pages, and to the prompt of their group.
 
-Shapes on a device: K key heads, R query heads per key head, head size h; p pages of s tokens; e prompts; S sequences
-that compute T tokens each. A prompt is one page, which all members of its group read. A page has Q queries per head:
-those of its sequence (Q = T), or those of its group (Q = G x T).
+A page holds the keys and values of a fixed number of tokens. A sequence is a completion while it is sampled: its tokens
+fill several pages. A prompt is one large page, which all G sequences of its group read.
 
-`attend` uses plain JAX. It finds the largest score of a sequence over prompt and pages first, so its weights equal
-those of the trainer's attention, also after rounding to bfloat16. The kernels for GPUs and TPUs read each page once and
-return a `PartialAttention`, which is combined with that of the prompt by maxima and sums (arXiv 2205.14135):
-m = max_i m_i, l = sum_i exp(m_i - m) l_i, out = sum_i exp(m_i - m) o_i / l.
+Shapes on a device: K key heads, R query heads per key head, head size h; p pages of s tokens; e prompts; S sequences
+that compute T tokens each. A page has Q queries per head: T of its sequence, or G x T of a group for a prompt.
+
+`attend` uses plain JAX. It finds the largest score of a sequence over prompt and pages first, so its weights equal the
+weights of the trainer's attention, also after rounding to bfloat16. The kernels for GPUs and TPUs read each page once
+and return a `PartialAttention`: weighted values o_1, highest score m_1 and sum of weights l_1. The prompt gives o_2,
+m_2 and l_2. Both are combined by maxima and sums (arXiv 2205.14135): m = max_i m_i, l = sum_i exp(m_i - m) l_i, and
+the attention is sum_i exp(m_i - m) o_i / l.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from jaxrl_llm.models.attention import KeyValue, soft_capped
 from jaxrl_llm.structs import Array, PyTree
 
 SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # smallest divisor of int8 values, for a token of zeros
-# Score of a hidden key. It is finite, because with -inf a page without a visible key would give NaN. The sum of two
-# such scores is finite too.
+# Score of a key that a query must not see. It is finite, because -inf would give NaN for a page without a visible key.
+# A quarter of the lowest number is low enough, and the sum of two hidden scores is finite too.
 HIDDEN_SCORE = float(jnp.finfo(jnp.float32).min) / 4
 LANES = 128  # width of a TPU's registers, and tokens of a page there
 
@@ -47,17 +50,16 @@ class Pages(NamedTuple):
     def empty(cls, lead: tuple[int, ...], tokens: int, head_dim: int, dtype: str) -> Pages:
         """Returns pages of zeros. lead: sizes of the leading axes (d, K, p). tokens: s, number of tokens of a page."""
 
-        def zeros(*axes: int) -> jax.Array:
-            return jnp.zeros((*lead, *axes), dtype)
-
+        keys = jnp.zeros((*lead, head_dim, tokens), dtype)
+        values = jnp.zeros((*lead, tokens, head_dim), dtype)
         scale = jnp.zeros((*lead, tokens), jnp.float32) if dtype == "int8" else None
-        return cls(zeros(head_dim, tokens), zeros(tokens, head_dim), scale, scale)
+        return cls(keys, values, scale, scale)
 
     def from_tokens(self, tokens: KeyValue) -> Pages:
         """Returns new full pages in the format of these pages. tokens: keys and values [K, p, s, h]."""
         if self.key_scale is None:
             return Pages(jnp.swapaxes(tokens.keys, 2, 3), tokens.values)
-        (keys, key_scale), (values, value_scale) = map(_in_int8, tokens)
+        (keys, key_scale), (values, value_scale) = map(_quantize_int8, tokens)
         return Pages(jnp.swapaxes(keys, 2, 3), values, key_scale, value_scale)
 
     def write(self, page: Array, offset: Array, tokens: KeyValue) -> Pages:
@@ -66,14 +68,17 @@ class Pages(NamedTuple):
         page: page of each token [S, T]; tokens of a page out of range are not written. offset: index of each token in
         its page [S, T]. tokens: keys and values [K, S, T, h] of K heads with size h.
         """
-        new_pages = self.from_tokens(tokens)
+        new_tokens = self.from_tokens(tokens)  # keys [K, S, h, T], values [K, S, T, h], scales [K, S, T]
 
-        def write_rows(x: Array, rows: Array) -> jax.Array:
-            return x.at[:, page, offset].set(rows, mode="drop")
+        def write_tokens(stored: Array, new: Array) -> jax.Array:
+            return stored.at[:, page, offset].set(new, mode="drop")
 
-        # The two index arrays of the keys are separated by a slice, so NumPy's rules put their axes first.
-        keys = self.keys.at[:, page, :, offset].set(jnp.moveaxis(new_pages.keys, (0, 2), (2, 3)), mode="drop")
-        return jax.tree.map(write_rows, self._replace(keys=None), new_pages._replace(keys=None))._replace(keys=keys)
+        # For the keys, a slice separates the two index arrays, so NumPy's rules put the axes [S, T] first.
+        new_keys = jnp.moveaxis(new_tokens.keys, (0, 2), (2, 3))  # [S, T, K, h]
+        keys = self.keys.at[:, page, :, offset].set(new_keys, mode="drop")
+        # The values, and the scales of int8 pages, have the token axis directly after the page axis.
+        without_keys = jax.tree.map(write_tokens, self._replace(keys=None), new_tokens._replace(keys=None))
+        return without_keys._replace(keys=keys)
 
     def take(self, page: Array) -> Pages:
         """Returns a copy of the pages with these numbers."""
@@ -96,18 +101,19 @@ class PageReaders(NamedTuple):
     """Which of S sequences read which pages, and which of e prompts, on one device."""
 
     table: Array  # [S, n] numbers of each sequence's pages, in the order of its tokens; a number out of range: no page
-    places: Array  # [S, T] place of each token in its sequence; a token reads the pages up to its own place
-    is_real: Array  # [S, T] False for tokens whose attention nobody uses
-    members: Array  # [e, G] numbers of the sequences that share each prompt
-    member: Array  # [S] index of each sequence in `members`, flattened
+    places: Array  # [S, T] index of each token in its sequence; a token reads the pages up to its own place
+    is_real: Array  # [S, T] False for padding, whose attention is not used
+    members: Array  # [e, G] numbers of the G sequences that share each of e prompts
+    member: Array  # [S] index of each sequence in the flattened `members`
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of a layer, of prompts and of sequences, and memory for the scores of its pages."""
+    """Keys and values of one layer for decoding, and memory for scores."""
 
-    prompts: Pages
+    prompts: Pages  # one page for each prompt
     pages: Pages  # pages of sequences
-    # Memory with any content [K, n, S, T * R * s] that keeps scores while `attend` runs; None: it computes them twice.
+    # Memory [K, n, S, T * R * s] in which `attend` keeps the scores of its first loop for its second loop. Its content
+    # before and after `attend` has no meaning. If None, `attend` computes the scores twice.
     scores: Array | None = None
 
 
@@ -127,80 +133,86 @@ def attend(
     size. prompt_hidden [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token. readers: pages and prompt of
     each sequence. window: number of tokens that a token sees, 0 = unlimited. soft_cap: bound of scores, 0 = unbounded.
 
-    Both loops run over the columns of `readers.table`, from the first page to the last one that a real token sees. So
-    the time follows the number of real tokens, not the width of the table. The caller gives the memory for scores,
-    because memory of this function would be cleared, for the whole width of the table, at each token.
+    Two loops run over the columns of `readers.table`, from the first to the last page that a real token sees. So the
+    time follows the number of real tokens, not the width of the table. The caller gives the memory for scores, because
+    memory of this function would be cleared, for the whole width of the table, at each token.
     """
-    prompts, pages, scores = cache
-    size, columns = pages.keys.shape[3], readers.table.shape[1]
-    score_all = partial(score, soft_cap=soft_cap, precision=precision)
-    weigh_all = partial(weigh_values, dtype=query.dtype, precision=precision)
-    first, end = _visible_columns(readers, window, size)
+    prompts, pages, score_memory = cache
+    page_tokens, column_count = pages.keys.shape[3], readers.table.shape[1]
+    score_queries = partial(score, soft_cap=soft_cap, precision=precision)
+    weigh_by_scores = partial(weigh_values, dtype=query.dtype, precision=precision)
+    first_column, end_column = _visible_columns(readers, window, page_tokens)
 
     def score_column(column: Array | int) -> tuple[Pages, jax.Array]:
         """Returns the page of each sequence in a column of the table, and the scores [K, S, T, R, s] of its tokens."""
-        number = jax.lax.dynamic_index_in_dim(readers.table, column, axis=1, keepdims=False)
-        page = pages.take(jnp.minimum(number, pages.keys.shape[1] - 1))
-        key_place, query_place = column * size + jnp.arange(size)[None, None], readers.places[..., None]
-        hidden = key_place > query_place
-        hidden |= key_place <= query_place - window if window else False
-        return page, score_all(query, page, jnp.where(hidden, HIDDEN_SCORE, 0.0))
+        page_numbers = jax.lax.dynamic_index_in_dim(readers.table, column, axis=1, keepdims=False)
+        column_pages = pages.take(jnp.minimum(page_numbers, pages.keys.shape[1] - 1))
+        key_place = column * page_tokens + jnp.arange(page_tokens)[None, None]
+        query_place = readers.places[..., None]
+        is_hidden = key_place > query_place
+        if window:
+            is_hidden |= key_place <= query_place - window
+        return column_pages, score_queries(query, column_pages, jnp.where(is_hidden, HIDDEN_SCORE, 0.0))
 
     def over_columns(step: Callable[[Array | int, PyTree], PyTree], start: PyTree) -> PyTree:
-        return step(0, start) if columns == 1 else jax.lax.fori_loop(first, end, step, start)
+        """Returns the result of a loop whose step returns the new state for a column and the state before it."""
+        return step(0, start) if column_count == 1 else jax.lax.fori_loop(first_column, end_column, step, start)
 
-    def update_highest(column: Array | int, so_far: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
-        """Returns the highest score of each query so far, and the memory with the scores of this column."""
-        highest_score, memory = so_far
-        _, new_scores = score_column(column)
+    def update_highest(column: Array | int, state: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        """Returns the highest score of each query up to this column, and the memory with the scores of the column."""
+        highest_score, memory = state
+        _, column_scores = score_column(column)
         if memory is not None:
-            flat_scores = new_scores.reshape(*new_scores.shape[:2], -1)
+            flat_scores = column_scores.reshape(*column_scores.shape[:2], -1)
             memory = jax.lax.dynamic_update_index_in_dim(memory, flat_scores, column, axis=1)
-        return jnp.maximum(highest_score, jnp.max(new_scores, axis=-1)), memory
+        return jnp.maximum(highest_score, jnp.max(column_scores, axis=-1)), memory
 
     def add_values(column: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         """Adds the weighted values and the weights of this column to `sums`."""
         # If the scores are in memory, the compiler drops their second computation.
-        page, column_scores = score_column(column)
-        if scores is not None:
-            stored_scores = jax.lax.dynamic_index_in_dim(scores, column, axis=1)
+        column_pages, column_scores = score_column(column)
+        if score_memory is not None:
+            stored_scores = jax.lax.dynamic_index_in_dim(score_memory, column, axis=1)
             column_scores = stored_scores.reshape(column_scores.shape)
-        return jax.tree.map(jnp.add, sums, weigh_all(column_scores, highest_score, page))
+        return jax.tree.map(jnp.add, sums, weigh_by_scores(column_scores, highest_score, column_pages))
 
-    # Prompt and pages share one maximum, so they share one softmax. The sums follow the order of the tokens, so their
-    # rounding does not depend on where the scheduler puts pages.
-    prompt_scores = score_all(group_rows(query, readers), prompts, prompt_hidden)
+    # First find the highest score of each query. Prompt and pages share this maximum, so they share one softmax.
+    prompt_scores = score_queries(group_rows(query, readers), prompts, prompt_hidden)
     highest_of_prompts = member_rows(jnp.max(prompt_scores, axis=-1), readers)
-    highest_score, scores = over_columns(update_highest, (highest_of_prompts, scores))
-    from_prompts = weigh_all(prompt_scores, group_rows(highest_score, readers), prompts)
-    zeros = jnp.zeros(query.shape, jnp.float32), jnp.zeros(query.shape[:-1], jnp.float32)
-    from_pages = over_columns(add_values, zeros)
+    highest_score, score_memory = over_columns(update_highest, (highest_of_prompts, score_memory))
+    # Then sum up the weighted values. The sums follow the order of the tokens, so their rounding does not depend on
+    # where the scheduler puts pages.
+    prompt_sums = weigh_by_scores(prompt_scores, group_rows(highest_score, readers), prompts)
+    zero_sums = jnp.zeros(query.shape, jnp.float32), jnp.zeros(query.shape[:-1], jnp.float32)
+    page_sums = over_columns(add_values, zero_sums)
     weighted_values, weight_sums = (
-        member_rows(of_prompts, readers) + of_pages
-        for of_prompts, of_pages in zip(from_prompts, from_pages, strict=True)
+        member_rows(of_prompt, readers) + of_pages for of_prompt, of_pages in zip(prompt_sums, page_sums, strict=True)
     )
-    return weighted_values / weight_sums[..., None], cache._replace(scores=scores)
+    return weighted_values / weight_sums[..., None], cache._replace(scores=score_memory)
 
 
-def _visible_columns(readers: PageReaders, window: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first column of the table that a real token sees, and the column after the last one.
+def _visible_columns(readers: PageReaders, window: int, page_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the range of columns of `readers.table` whose pages some real token sees: first column, end column.
 
-    window: number of tokens that a token sees, 0 = unlimited. size: tokens of a page.
+    window: number of tokens that a token sees, 0 = unlimited. page_tokens: number of tokens of a page.
     """
-    columns = readers.table.shape[1]
+    column_count = readers.table.shape[1]
     last_place = jnp.max(jnp.where(readers.is_real, readers.places, -1))
-    first_place = jnp.min(jnp.where(readers.is_real, readers.places - window + 1, columns * size)) if window else 0
-    return jnp.maximum(first_place, 0) // size, jnp.minimum(last_place // size + 1, columns)
+    first_place = 0
+    if window:
+        window_starts = readers.places - window + 1
+        first_place = jnp.min(jnp.where(readers.is_real, window_starts, column_count * page_tokens))
+    first_column = jnp.maximum(first_place, 0) // page_tokens
+    return first_column, jnp.minimum(last_place // page_tokens + 1, column_count)
 
 
 def score(
     query: Array, pages: Pages, hidden: Array, *, soft_cap: float, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Returns the scores of attention, in float32, of the queries of each page for the tokens of the page.
+    """Returns the float32 scores of attention [K, p, Q, R, s] of Q queries per page for the s tokens of the page.
 
-    query [K, p, Q, R, h]: Q queries of each of p pages, for K key heads and R query heads per key head. The scores are
-    [K, p, Q, R, s], for s tokens of a page. hidden [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or
-    HIDDEN_SCORE for a hidden token.
+    query [K, p, Q, R, h]: Q queries of each of p pages, for K key heads and R query heads per key head. hidden
+    [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or HIDDEN_SCORE for a hidden token.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = product("kpqrh,kphs->kpqrs", query, pages.keys.astype(query.dtype))
@@ -212,10 +224,10 @@ def score(
 def weigh_values(
     scores: Array, highest_score: Array, pages: Pages, *, dtype: jnp.dtype, precision: jax.lax.Precision | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of the values of each page, weighted by exp(score - highest_score), and the sums of weights.
+    """Returns the sum of each page's values, weighted by exp(score - highest_score), and the sum of the weights.
 
-    scores [K, p, Q, R, s]: scores of Q queries per page for its s tokens. highest_score: [K, p, Q, R]. dtype: dtype of
-    the products. The sums of values are [K, p, Q, R, h], and those of weights [K, p, Q, R].
+    scores [K, p, Q, R, s]: scores of Q queries per page for its s tokens. highest_score [K, p, Q, R]: highest score of
+    each query, over all pages. dtype: dtype of the products. The sums are [K, p, Q, R, h] and [K, p, Q, R].
     """
     weights = _compute_once(jnp.exp(scores - highest_score[..., None]))
     scaled_weights = weights if pages.value_scale is None else weights * pages.value_scale[:, :, None, None]
@@ -224,8 +236,8 @@ def weigh_values(
     return weighted_values, jnp.sum(weights, axis=-1)
 
 
-def _in_int8(x: Array) -> tuple[jax.Array, jax.Array]:
-    """Returns x [..., h] as int8, and the scales [...] by which the integers are multiplied."""
+def _quantize_int8(x: Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys or values x [..., h] as int8, and the scales [...] by which the integers are multiplied."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     return jnp.round(x / jnp.maximum(scale, SMALLEST_SCALE)[..., None]).astype(jnp.int8), scale
@@ -253,50 +265,49 @@ def attend_prompts(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> PartialAttention:
-    """Returns the attention of queries to the prompt of their sequence alone.
+    """Returns the attention of queries to the prompt of their sequence, but not to the pages of the sequence.
 
-    query [K, S, T, R, h]: T tokens of each of S sequences, for K key heads and R query heads per key head. hidden [e, G
-    * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token.
+    query [K, S, T, R, h]: T tokens of each of S sequences, for K key heads and R query heads per key head. hidden, with
+    the shape [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token.
     """
     scores = score(group_rows(query, readers), prompts, hidden, soft_cap=soft_cap, precision=precision)
     highest_score = _compute_once(jnp.max(scores, axis=-1))
     weighted_values, weight_sum = weigh_values(scores, highest_score, prompts, dtype=query.dtype, precision=precision)
-    return jax.tree.map(lambda x: member_rows(x, readers), PartialAttention(weighted_values, highest_score, weight_sum))
+    by_group = PartialAttention(weighted_values, highest_score, weight_sum)
+    return jax.tree.map(lambda x: member_rows(x, readers), by_group)
 
 
 def finish(first: PartialAttention, second: PartialAttention) -> jax.Array:
-    """Returns attention [..., h], in float32, to the keys of both parts, divided by the sum of weights."""
-    weighted_values, _, total = combine(first, second)
-    return weighted_values / total[..., None]
+    """Returns attention [..., h], in float32, to the keys of both parts, such as a prompt and the pages after it."""
+    weighted_values, _, weight_sum = combine(first, second)
+    return weighted_values / weight_sum[..., None]
 
 
 def first_visible(length: Array, window: int, page: int, count: int) -> tuple[jax.Array, int]:
-    """Returns the index [S] of the first token that a sequence's last token sees, and the most pages that it sees.
+    """Returns the index [S] of the first token that each sequence's last token sees, and the most pages that it sees.
 
     length: number of tokens of each sequence [S]. window: number of tokens that a token sees, 0 = unlimited. page:
     number of tokens of a page. count: number of pages of the longest sequence.
     """
     if not window:
         return jnp.zeros_like(length), count
-    return jnp.maximum(length - window, 0), min(count, -(-window // page) + 1)
+    most_pages = -(-window // page) + 1  # rounded up; one more, because a window may begin within a page
+    return jnp.maximum(length - window, 0), min(count, most_pages)
 
 
 def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
-    """Combines attention to two sets of keys."""
+    """Combines the attention of a query to two sets of keys, as if the two sets had been one."""
     highest_score = jnp.maximum(first.highest_score, second.highest_score)
-    first_factor, second_factor = (
-        _compute_once(jnp.exp(part.highest_score - highest_score)) for part in (first, second)
-    )
+    # The weights of both parts are rescaled to the higher one of their two highest scores.
+    first_factor = _compute_once(jnp.exp(first.highest_score - highest_score))
+    second_factor = _compute_once(jnp.exp(second.highest_score - highest_score))
     weighted_values = (
         first_factor[..., None] * first.weighted_values + second_factor[..., None] * second.weighted_values
     )
-    return PartialAttention(
-        weighted_values,
-        highest_score,
-        _compute_once(first_factor * first.weight_sum + second_factor * second.weight_sum),
-    )
+    weight_sum = _compute_once(first_factor * first.weight_sum + second_factor * second.weight_sum)
+    return PartialAttention(weighted_values, highest_score, weight_sum)
 
 
 def _compute_once(x: Array) -> jax.Array:
-    # If the barrier were missing, the compiler for CPUs would recompute x for each element of the results that use x.
+    """Returns x, behind a barrier on CPUs: their compiler would recompute x for each element of results that use x."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
