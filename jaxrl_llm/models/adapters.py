@@ -1,7 +1,8 @@
-"""Adapters: small arrays that learn, beside the frozen kernels of a base model.
+"""Adapters (such as LoRA): small arrays that are trained beside the frozen kernels of a base model.
 
 A kind of adapters (a subclass of `AdapterKind`, such as `lora.Lora`) defines the arrays beside a kernel and their
-effect. This file does what all kinds share: it selects the kernels, stores the base, and combines both to a model.
+effect. This file has the code of all kinds: it selects the kernels, stores the base, and combines base and adapters to
+a model. Shapes: L layers, D input width and E output width of a kernel, T tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -22,21 +22,21 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
-if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+if TYPE_CHECKING:  # The import takes a second, and a check of a config does not need it.
     from qwix import QArray
 
 BaseKernel: TypeAlias = "AnyArray | QArray"  # a kernel of the base model, in floats or in int8
-ArrayInit: TypeAlias = Callable[[Array], jax.Array]  # (random key) -> initial values in float32
+ArrayInit: TypeAlias = Callable[[Array], jax.Array]  # (random key) -> initial float32 values of an adapter's array
 
 
 @dataclass(frozen=True)
 class AdaptedKernel(ABC):
     """A kernel with its adapter, which replaces the kernel in a parameter tree. The axis L of layers may be absent.
 
-    Each kind of adapters has its own subclass with the arrays of the adapter, registered with JAX as a pytree.
+    Each kind of adapters has its own subclass, which adds the arrays of the adapter and is registered as a JAX pytree.
     """
 
-    frozen: BaseKernel  # base kernel W [L, D, E], which does not learn
+    frozen: BaseKernel  # base kernel W [L, D, E], which is not trained
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,19 +44,19 @@ class AdaptedKernel(ABC):
 
     @abstractmethod
     def applied(self, x: Array, y: Array, precision: jax.lax.Precision | None) -> jax.Array:
-        """Returns the output with the adapter [T, E], in float32. x: input [T, D]. y: product x W in float32."""
+        """Adds the adapter's effect to an output; returns float32 [T, E]. x: input [T, D]. y: product x W, float32."""
 
     @abstractmethod
     def merged(self) -> jax.Array:
-        """Returns the ordinary kernel with the same output as the base kernel and its adapter, in float32."""
+        """Returns one float32 kernel that has the output of the base kernel with its adapter."""
 
 
 class PeftForm(NamedTuple):
-    """The names that PEFT's folders use for a kind of adapters, its settings and its arrays."""
+    """The names of a kind of adapters, of its settings and of its arrays in folders of the library PEFT."""
 
     type: str  # value of peft_type in adapter_config.json
-    settings: Mapping[str, str]  # {field of the kind: key of adapter_config.json}
-    leaves: Mapping[str, str]  # {array beside a kernel: its part of a tensor's name}
+    settings: Mapping[str, str]  # {field of the `AdapterKind`: key of adapter_config.json}
+    leaves: Mapping[str, str]  # {name of an array beside a kernel: its part of the tensor's name in the file}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,15 @@ class AdapterKind(ABC):
 
     path: ClassVar[str] = ""  # PEFT folder with the initial adapters; "" = new adapters
     peft: ClassVar[PeftForm | None] = None  # names in PEFT folders; None if PEFT has no such adapters
-    # Whether averaging the arrays of two adapters averages their effects. This is false where the effect is a product.
+    # Whether averaging the arrays of two adapters averages their effects. It is False if the effect is a product of two
+    # arrays, as in LoRA.
     linear: ClassVar[bool] = False
 
     @abstractmethod
     def leaves(self, layers: int, d: int, e: int) -> dict[str, ArrayInit]:
         """Returns {name: initializer} of the arrays beside a kernel [L, D, E]. New adapters must not change the output.
 
-        layers: L. d: D, input width of the kernel. e: E, output width of the kernel.
+        layers: number L of layers. d: input width D of the kernel. e: output width E of the kernel.
         """
 
     @abstractmethod
@@ -116,51 +117,56 @@ class Adapters:
     def base_shapes(self, shapes: PyTree) -> PyTree:
         """Returns the shapes of the base as a run stores it, with int8 kernels. shapes: shapes of the model."""
 
-        def stored_shape(path: Any, leaf: Any) -> Any:
-            return jax.eval_shape(quantize_int8, leaf) if sharding.path_name(path) in self.int8_paths else leaf
+        def stored_shape(path: Any, parameter_shape: Any) -> Any:
+            is_int8 = sharding.path_name(path) in self.int8_paths
+            return jax.eval_shape(quantize_int8, parameter_shape) if is_int8 else parameter_shape
 
         return jax.tree_util.tree_map_with_path(stored_shape, shapes)
 
     def combine(self, base: PyTree, adapters: PyTree) -> PyTree:
         """Returns the parameters of the model with its adapters. Copies nothing; arguments may be shapes."""
-        # The tree of adapters has only the paths of adapted kernels, so a kernel met here is adapted.
+        # The recursion follows the tree of adapters, which has only the paths of adapted kernels.
         if "kernel" in base:
             return base | {"kernel": self.kind.adapted(base["kernel"], adapters)}
-        return base | {name: self.combine(base[name], inner) for name, inner in adapters.items()}
+        return base | {name: self.combine(base[name], subtree) for name, subtree in adapters.items()}
 
 
 def make_adapters(kind: AdapterKind, kernels: Mapping[str, tuple[int, ...]], table: Mapping[str, str]) -> Adapters:
-    """Returns the adapters of a model.
+    """Returns the adapters of a model: it selects the kernels that get an adapter, by kind.targets.
 
     kernels: {path: shape [L, D, E]} of the kernels that may be adapted. table: {path: name of the tensor in
     checkpoints}. Raises: UserError, if kind.targets matches the name of no kernel.
     """
+    # kind.targets is compared with a kernel's name without its layer, such as self_attn.q_proj.
     module_names = {path: table[path].removesuffix(".weight") for path in kernels}
-    # Names are compared without the layer, such as self_attn.q_proj.
     names_in_layer = {path: module.rpartition("{}.")[2] for path, module in module_names.items()}
-    leaf_inits, adapted_paths = (
-        dict[str, Any](),
-        [path for path in kernels if re.search(kind.targets, names_in_layer[path])],
-    )
+    adapted_paths = [path for path in kernels if re.search(kind.targets, names_in_layer[path])]
     if not adapted_paths:
         kernel_names = ", ".join(names_in_layer.values())
         raise UserError(
             f"config.adapters.targets = {kind.targets!r}: the expression matches the name of no kernel: let it match "
             f"some of {kernel_names}"
         )
+    # Build the tree of initializers. Only adapted kernels get a path in this tree, because `Adapters.combine` takes all
+    # other parameters from the base.
+    leaf_inits = dict[str, Any]()
     for path in adapted_paths:
-        # Only adapted kernels get a path in this tree, because `combine` takes all other leaves from the base.
-        node = reduce(lambda node, part: node.setdefault(part, {}), path.split("/")[:-1], leaf_inits)
+        node = leaf_inits
+        for part in path.split("/")[:-1]:
+            node = node.setdefault(part, {})
         node |= kind.leaves(*kernels[path])
     adapted_modules = {path.removesuffix("/kernel"): module_names[path] for path in adapted_paths}
-    # The tower is excluded by name, because its modules may have the names of the decoder's modules.
-    tower_module = next((name for path, name in table.items() if path.startswith("visual/layers/")), "")
-    tower_module = tower_module.removeprefix("model.").partition(".")[0]
-    return Adapters(kind, leaf_inits, adapted_modules, frozenset(kernels if kind.base_dtype else ()), tower_module)
+    # The vision tower is excluded by the name of its module, because modules in the tower may have the names of the
+    # decoder's modules.
+    tower_tensor = next((name for path, name in table.items() if path.startswith("visual/layers/")), "")
+    tower_module = tower_tensor.removeprefix("model.").partition(".")[0]
+    int8_paths = frozenset(kernels if kind.base_dtype else ())
+    return Adapters(kind, leaf_inits, adapted_modules, int8_paths, tower_module)
 
 
 def quantize_int8(kernel: AnyArray) -> QArray:
     """Rounds a kernel [L, D, E] to int8, with one float32 scale for each output [L, 1, E]: its largest |W| / 127."""
+    # Imported here, because the import takes a second, and a check of a config does not need it.
     from qwix import quantize
 
     return quantize(kernel.astype(jnp.float32), jnp.int8, channelwise_axes=(0, 2))

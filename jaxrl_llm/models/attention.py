@@ -51,12 +51,13 @@ def attend(
     of the scores, which are products of query and key, by soft_cap * tanh(score / soft_cap); 0 = unbounded. Scores and
     softmax are float32.
     """
+    # The letters of the einsum expressions are the lower-case letters of the shapes, with s for keys of the row.
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     # The lowest finite number hides a key, because with -inf a query without a visible key would give NaN.
     hidden_score = jnp.finfo(jnp.float32).min
     if query.shape[4] == 1:
         # Decoding has one token per row. The keys come first, so that a CPU need not rearrange them for every token.
-        # The barrier keeps the compiler from swapping the factors, together with the transpose that follows.
+        # Without the barrier, the compiler would swap the factors and drop the transpose (`swapaxes`).
         row_scores = product("bknsh,bknrh->bknsr", row.keys, query[..., 0, :])
         row_scores = jax.lax.platform_dependent(row_scores, cpu=jax.lax.optimization_barrier, default=lambda x: x)
         row_scores = jnp.swapaxes(row_scores, -1, -2)[..., None, :]
@@ -66,21 +67,23 @@ def attend(
     if prompt is not None and visible.prompt is not None:
         prompt_scores = product("bknrth,bkph->bknrtp", query, prompt.keys)
         scores.append(jnp.where(visible.prompt[:, None, :, None], soft_capped(prompt_scores, soft_cap), hidden_score))
-    # Row and prompt share one maximum, so they share one softmax. The maximum needs no gradient, because the softmax
-    # does not depend on the number that is subtracted from all scores.
-    highest_score = jnp.max(jnp.stack([jnp.max(scores_part, axis=-1) for scores_part in scores]), axis=0)[..., None]
-    weights = [jnp.exp(scores_part - jax.lax.stop_gradient(highest_score)) for scores_part in scores]
-    total = sum(jnp.sum(weights_part, axis=-1, keepdims=True) for weights_part in weights)
+    # `scores` and `weights` have an entry for the row and, if the query sees a prompt, an entry for the prompt. They
+    # share one maximum, so they share one softmax. The maximum needs no gradient, because the softmax does not depend
+    # on the number that is subtracted from all scores.
+    highest_by_part = jnp.stack([jnp.max(part_scores, axis=-1) for part_scores in scores])
+    highest_score = jnp.max(highest_by_part, axis=0)[..., None]
+    weights = [jnp.exp(part_scores - jax.lax.stop_gradient(highest_score)) for part_scores in scores]
+    weight_sum = sum(jnp.sum(part_weights, axis=-1, keepdims=True) for part_weights in weights)
     weighted_values = product("bknrts,bknsh->bknrth", weights[0].astype(query.dtype), row.values)
     if prompt is not None:
         from_prompt = product("bknrtp,bkph->bknrth", weights[1].astype(query.dtype), prompt.values)
         weighted_values = weighted_values + from_prompt
     # The division by the sum of weights comes last, so that one division serves row and prompt.
-    return (weighted_values / total).astype(query.dtype)
+    return (weighted_values / weight_sum).astype(query.dtype)
 
 
 def soft_capped(x: Array, soft_cap: float) -> jax.Array:
-    """Returns soft_cap * tanh(x / soft_cap), or x if soft_cap is 0."""
+    """Bounds scores or logits x smoothly: returns soft_cap * tanh(x / soft_cap), or x if soft_cap is 0."""
     return soft_cap * jnp.tanh(x / soft_cap) if soft_cap else x
 
 
@@ -89,8 +92,8 @@ def hide_tokens(logits: Array, tokens: tuple[int, ...], hidden_logit: float = -j
     if not tokens:
         return logits
     # Token ids are compared one by one, because a mask would be a constant of the size of the vocabulary in memory.
-    token_id = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    is_hidden = reduce(jnp.logical_or, [token_id == token for token in tokens])
+    token_ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    is_hidden = reduce(jnp.logical_or, [token_ids == hidden_id for hidden_id in tokens])
     return jnp.where(is_hidden, hidden_logit, logits)
 
 
@@ -100,9 +103,10 @@ def causal_mask(segment_ids: Array, window: int = 0, last_visible: Array | None 
     segment_ids [B, N, T]: number of each token's completion. window: number of tokens that a token sees, itself
     included; 0 = unlimited. last_visible [B, N, T]: index of the last token that a token sees, None = the token itself.
     """
-    # Segment ids alone would also let a token see the later tokens of its completion.
+    # Start with a mask by the order of the tokens: `tril` hides later tokens, unless `last_visible` decides about them.
     length = segment_ids.shape[-1]
-    visible = jnp.tril(jnp.ones((length, length), bool), 0 if last_visible is None else length)
+    highest_diagonal = 0 if last_visible is None else length
+    visible = jnp.tril(jnp.ones((length, length), bool), highest_diagonal)
     if window:
         visible = jnp.triu(visible, 1 - window)
     visible = visible[None, None]
@@ -114,15 +118,18 @@ def causal_mask(segment_ids: Array, window: int = 0, last_visible: Array | None 
 
 
 def tree_mask(segment_ids: Array, ends: Array, positions: Array, window: int = 0) -> jax.Array:
-    """Returns a mask [B, N, T, T]: a token of a row sees itself and the tokens on the path to it.
+    """Returns the mask [B, N, T, T] of completions that are trees: a token sees the path from the root to itself.
 
-    segment_ids [B, N, T]: number of each token's completion. ends [B, N, T]: place in the row after the last token that
+    segment_ids [B, N, T]: number of each token's completion. ends [B, N, T]: index in the row after the last token that
     sees each token. positions [B, N, T]: position of each token on its path. window: number of tokens that a token
     sees, itself included; 0 = unlimited.
     """
-    query_place = jnp.arange(ends.shape[-1])[None, None, :, None]
-    visible = causal_mask(segment_ids) & (query_place < ends[..., None, :])
-    return visible & (positions[..., :, None] - positions[..., None, :] < window) if window else visible
+    query_index = jnp.arange(ends.shape[-1])[None, None, :, None]
+    visible = causal_mask(segment_ids) & (query_index < ends[..., None, :])
+    if not window:
+        return visible
+    distance = positions[..., :, None] - positions[..., None, :]
+    return visible & (distance < window)
 
 
 def prompt_visibility(mask: Array, positions: Array | None = None, window: int = 0) -> jax.Array:
@@ -131,9 +138,11 @@ def prompt_visibility(mask: Array, positions: Array | None = None, window: int =
     mask: True on real prompt tokens [B, P]. positions [B, N, T]: index of each row token, counted from the first
     prompt token. window: number of tokens that a token sees, itself included; 0 = unlimited.
     """
+    real_tokens = mask[:, None, None]
     if not window or positions is None:
-        return mask[:, None, None]
-    return mask[:, None, None] & (positions[..., None] - prompt_positions(mask)[:, :, None] < window)
+        return real_tokens
+    distance = positions[..., None] - prompt_positions(mask)[:, :, None]
+    return real_tokens & (distance < window)
 
 
 def prompt_positions(mask: Array) -> jax.Array:
@@ -144,11 +153,12 @@ def prompt_positions(mask: Array) -> jax.Array:
 def empty_prompt(query: Array) -> tuple[KeyValue, jax.Array]:
     """Returns keys, values and mask of prompts of length 0, for rows without a prompt. query: [B, K, N, R, T, h]."""
     b, k, *_, h = query.shape
-    return KeyValue(*(jnp.zeros((b, k, 0, h), query.dtype),) * 2), jnp.zeros((b, 0), bool)
+    no_tokens = jnp.zeros((b, k, 0, h), query.dtype)
+    return KeyValue(no_tokens, no_tokens), jnp.zeros((b, 0), bool)
 
 
 def shard_kernel(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int) -> Callable[..., jax.Array]:
-    """Returns `kernel`, run on each shard of a mesh; without a mesh, `kernel` itself.
+    """Returns an attention kernel that runs on each shard of a mesh; without a mesh, `kernel` itself.
 
     kernel((query, keys, values, ...) of rows, (keys, values, mask) of prompts): returns the attention output. The
     compiler cannot partition a kernel, so `shard_map` does. Prompts are sharded over data and fsdp, and key heads over
@@ -156,13 +166,14 @@ def shard_kernel(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: 
     """
     if mesh is None:
         return kernel
-    heads = sharding.heads_spec(kv_heads, mesh)
-    row_spec = P(("data", "fsdp"))
+    heads_spec = sharding.heads_spec(kv_heads, mesh)  # of query, keys, values and output
+    prompts_spec = P(("data", "fsdp"))  # of arrays without heads, such as masks
 
     def on_shards(row_arrays: tuple[Array, ...], prompt_arrays: tuple[Array, ...]) -> jax.Array:
+        row_specs = (heads_spec,) * 3 + (prompts_spec,) * (len(row_arrays) - 3)
+        in_specs = row_specs, (heads_spec, heads_spec, prompts_spec)
         # check_vma is off, because a Pallas kernel does not declare over which mesh axes its output varies.
-        specs = (heads,) * 3 + (row_spec,) * (len(row_arrays) - 3), (heads, heads, row_spec)
-        sharded = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+        sharded = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=heads_spec, check_vma=False)
         return sharded(row_arrays, prompt_arrays)
 
     return on_shards
@@ -174,13 +185,13 @@ def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyVa
     The query changes from [B, N, T, K * R, h] to [B, K, N, R, T, h]. Key and value change from [B, N, T, K, h] to
     [B, K, N, T, h]. K: key heads; R: query heads per key head; h: head size.
     """
-    b, n, t, kv_heads, size = key.shape
+    b, n, t, k, h = key.shape
     # The R query heads of a key head are neighbours in a checkpoint, as `repeat_kv` of transformers expects.
-    query = query.reshape((b, n, t, kv_heads, -1, size)).transpose((0, 3, 1, 4, 2, 5))
+    query = query.reshape((b, n, t, k, -1, h)).transpose((0, 3, 1, 4, 2, 5))
     return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
 
 
 def token_major(attended: Array) -> jax.Array:
     """Moves the token axis of the output of `attend` before the heads: [B, K, N, R, T, h] -> [B, N, T, K * R, h]."""
-    b, _, n, _, t, size = attended.shape
-    return attended.transpose((0, 2, 4, 1, 3, 5)).reshape(b, n, t, -1, size)
+    b, _, n, _, t, h = attended.shape
+    return attended.transpose((0, 2, 4, 1, 3, 5)).reshape(b, n, t, -1, h)

@@ -23,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # {name in config.json
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# With fewer token rows than this, W x^T is faster than x W^T for a kernel that is stored as W [E, D]. From this number
-# on, both take as long, and x W^T gives the result in the order of x.
+# For a kernel that is stored as W [E, D], the number of tokens decides how `Linear` multiplies tokens x with it. With
+# fewer tokens than this number, W x^T is faster than x W^T. With more, both take as long, and x W^T needs no transpose.
 MATERIALIZED_ROWS = 128
 
 
@@ -59,7 +59,8 @@ class Attention(nnx.Module):
         if cfg.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         # Rotate and scale in float32 and round once, because a rounding in between would change every score.
-        query = rotate(query, angles) * (cfg.score_size or cfg.head_dim) ** -0.5
+        query_scale = (cfg.score_size or cfg.head_dim) ** -0.5
+        query = rotate(query, angles) * query_scale
         return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
 
     def __call__(self, attended: Array) -> jax.Array:
@@ -78,7 +79,8 @@ class MLP(nnx.Module):
         self.down = project(cfg.mlp_width, cfg.width)
 
     def __call__(self, x: Array) -> jax.Array:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        gate_values = ACTIVATIONS[self.activation](self.gate(x))
+        return self.down(gate_values * self.up(x))
 
 
 class Block(nnx.Module):
@@ -102,7 +104,7 @@ class Block(nnx.Module):
             self.mlp_post_norm = _norm(cfg, cfg.width, rngs=rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns query, key and value of the layer's attention, as `Attention.project`. x: input of the layer."""
+        """Returns query, key and value of the layer's attention. x: input of the layer. angles: rotary angles."""
         return self.attention.project(self.attention_norm(x), angles)
 
     def finish(self, x: Array, attended: Array) -> tuple[jax.Array, Routing | None]:
@@ -110,11 +112,15 @@ class Block(nnx.Module):
 
         x: input of the layer [B, N, T, D]. attended: attention output [B, N, T, heads, h].
         """
-        update = self.attention(attended)
-        x = x + (self.attention_post_norm(update) if self.post_norms else update)
+        attention_output = self.attention(attended)
+        if self.post_norms:
+            attention_output = self.attention_post_norm(attention_output)
+        x = x + attention_output
         normed = self.mlp_norm(x)
-        update, routing = self.experts(normed) if self.mixture else (self.mlp(normed), None)
-        return x + (self.mlp_post_norm(update) if self.post_norms else update), routing
+        mlp_output, routing = self.experts(normed) if self.mixture else (self.mlp(normed), None)
+        if self.post_norms:
+            mlp_output = self.mlp_post_norm(mlp_output)
+        return x + mlp_output, routing
 
 
 class UnitOffsetRMSNorm(nnx.Module):
@@ -125,10 +131,11 @@ class UnitOffsetRMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.zeros(size))
 
     def __call__(self, x: Array) -> jax.Array:
-        # The mean of squares is in float32: bfloat16 has 8 bits, too few for a sum over the width.
-        normalized = x.astype(jnp.float32)
-        normalized = normalized * jax.lax.rsqrt(jnp.mean(jnp.square(normalized), axis=-1, keepdims=True) + self.epsilon)
-        # The result is rounded after the factor, as in Gemma. Llama rounds before the factor.
+        # The mean of squares is float32, because the 8 bits of bfloat16 are too few for a sum over the width.
+        x_float32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x_float32), axis=-1, keepdims=True)
+        normalized = x_float32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        # The product with the factor is rounded, as in Gemma. Llama rounds before it multiplies.
         factor = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
         return (normalized * factor).astype(self.dtype)
 
@@ -137,9 +144,9 @@ class EmbedAndHead(nnx.Module):
     """The modules outside the layers: embedding, final norm and head."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02)
+        embedding_init = nnx.initializers.normal(0.02)
         # No dtype is set, so that `Decoder._embed` can cast after the lookup.
-        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)
+        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=embedding_init, rngs=rngs)
         self.norm = _norm(cfg, cfg.width, rngs=rngs)
         if not cfg.tied_head:
             self.head = linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
@@ -153,22 +160,24 @@ class Linear(nnx.Linear):
         self.cfg = cfg
 
     def __call__(self, x: Array) -> jax.Array:
-        # Merge the token axes, because XLA would otherwise copy and transpose both factors of the kernel's gradient.
+        # Merge all axes before the last one, because XLA would otherwise copy and transpose both factors of the
+        # kernel's gradient.
         token_rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         stored_kernel = self.kernel.get_value()
         adapter = stored_kernel if isinstance(stored_kernel, AdaptedKernel) else None
         kernel = adapter.frozen if adapter else stored_kernel
-        # The backward pass needs an int8 kernel as floats. With `jax.checkpoint` it dequantizes the kernel again;
-        # otherwise the float kernels of all layers would stay in memory until then.
-        recompute = isinstance(kernel, QArray) and self.cfg.remat == "none"
-        product = jax.checkpoint(self._product) if recompute else self._product
+        # The backward pass needs an int8 kernel as floats. With `jax.checkpoint`, it dequantizes the kernel again.
+        # Without, the float kernels of all layers would stay in memory from the forward to the backward pass.
+        dequantize_again = isinstance(kernel, QArray) and self.cfg.remat == "none"
+        product = jax.checkpoint(self._product) if dequantize_again else self._product
         outputs = product(token_rows, kernel)
         if adapter:
-            # The product with W is computed as without an adapter, so that a new adapter changes no bit of the output.
+            # The adapter's part is added to the finished product x W, so that a new adapter changes no bit of it.
             outputs = adapter.applied(token_rows, outputs.astype(jnp.float32), self.cfg.precision).astype(self.dtype)
         if self.bias is not None:
             # The bias is rounded as in the engines, but added in float32, because its gradient sums over all tokens.
-            outputs = (outputs.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
+            bias = self.bias[...].astype(self.dtype)[None]
+            outputs = (outputs.astype(jnp.float32) + bias).astype(self.dtype)
         return outputs.reshape(*x.shape[:-1], -1)
 
     def _product(self, x: Array, kernel: BaseKernel) -> jax.Array:
@@ -180,7 +189,7 @@ class Linear(nnx.Linear):
         if len(x) >= MATERIALIZED_ROWS:
             return jax.lax.dot_general(x, weights, contract_last_axes, precision=precision)
         product = jax.lax.dot_general(weights, x, contract_last_axes, precision=precision)
-        # The barrier keeps the compiler from swapping the factors again.
+        # Without the barrier, the compiler would turn the transposed product back into x W^T.
         return jax.lax.optimization_barrier(product).T
 
 

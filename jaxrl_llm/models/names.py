@@ -23,10 +23,11 @@ from jaxrl_llm.models.adapters import is_kernel
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.structs import PyTree
 
-TensorNames: TypeAlias = Mapping[str, str]
-# What a user may name in `model.family`: a function of the user, or a decoder_config of this package.
+TensorNames: TypeAlias = Mapping[str, str]  # {path of a parameter: name of its tensors, with {} for layer and expert}
+# Functions that `model.family` of a config may name: a function of the user, or a decoder_config of this package.
 FAMILIES = Kind(models, lambda member: getattr(member, "__name__", "") == "decoder_config")
 
+# {path of a parameter: name of its tensor in a file}, for a decoder with one MLP in each layer, such as Llama and Qwen.
 DENSE = {
     "embed/embedding": "model.embed_tokens.weight",
     "norm/scale": "model.norm.weight",
@@ -50,16 +51,16 @@ DENSE = {
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
     "layers/mlp/down/bias": "model.layers.{}.mlp.down_proj.bias",
 }
-# Names of a decoder with norms also after attention and MLP.
+# Tensor names of a decoder with norms before and after attention and MLP, such as Gemma.
 GEMMA = DENSE | {
-    # Families without post-norms call the norm before the MLP by this name.
+    # In DENSE, this tensor name belongs to the norm before the MLP.
     "layers/attention_post_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers/mlp_post_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
 }
 
 
-# Names of a decoder with experts instead of an MLP.
+# Tensor names of a decoder with experts instead of an MLP; the second {} is the number of the expert.
 EXPERTS = DENSE | {
     "layers/experts/router/kernel": "model.layers.{}.mlp.gate.weight",
     "layers/experts/gate/kernel": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
@@ -67,7 +68,7 @@ EXPERTS = DENSE | {
     "layers/experts/down/kernel": "model.layers.{}.mlp.experts.{}.down_proj.weight",
 }
 
-# Names of the vision tower of Qwen2.5-VL, and in part of Qwen2-VL.
+# {path of a parameter: name of its tensor in a file}, for the vision tower of Qwen2.5-VL; Qwen2-VL changes some names.
 TOWER = {
     "visual/patches/kernel": "visual.patch_embed.proj.weight",
     "visual/layers/attention_norm/scale": "visual.blocks.{}.norm1.weight",
@@ -91,7 +92,7 @@ TOWER = {
     "visual/merger/down/kernel": "visual.merger.mlp.2.weight",
     "visual/merger/down/bias": "visual.merger.mlp.2.bias",
 }
-# Names of the vision tower of Qwen3-VL.
+# {path of a parameter: name of its tensor in a file}, for the vision tower of Qwen3-VL.
 DEEP_TOWER = TOWER | {
     "visual/patches/bias": "visual.patch_embed.proj.bias",
     "visual/table/embedding": "visual.pos_embed.weight",
@@ -112,7 +113,7 @@ DEEP_TOWER = TOWER | {
     "visual/deep/down/kernel": "visual.deepstack_merger_list.{}.linear_fc2.weight",
     "visual/deep/down/bias": "visual.deepstack_merger_list.{}.linear_fc2.bias",
 }
-# Names of the vision tower of Gemma 3, as in the modules of transformers.
+# {path of a parameter: name of its tensor}, for the vision tower of Gemma 3, as the modules of transformers name it.
 SIGLIP = {
     "visual/patches/still/kernel": "model.vision_tower.embeddings.patch_embedding.weight",
     "visual/patches/bias": "model.vision_tower.embeddings.patch_embedding.bias",
@@ -138,14 +139,15 @@ SIGLIP = {
     "visual/merger/mean_norm/scale": "model.multi_modal_projector.mm_soft_emb_norm.weight",
     "visual/merger/projection/kernel": "model.multi_modal_projector.mm_input_projection_weight",
 }
-PREFIXES = {
-    "visual.": "model.visual.",
-    "model.": "model.language_model.",
-}  # {prefix in files: prefix in modules of transformers}
+# {prefix of tensor names in the files of a vision-language model: prefix in the modules of transformers}.
+PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}
 
 
 def module_names(table: TensorNames) -> TensorNames:
-    """Returns the table of a vision-language model with the names that transformers' modules have."""
+    """Returns the tensor names of a vision-language model as its modules in transformers have them.
+
+    table: the tensor names in its files.
+    """
     return replace_prefixes(table, PREFIXES)
 
 
@@ -153,8 +155,9 @@ def replace_prefixes(table: TensorNames, prefixes: Mapping[str, str]) -> TensorN
     """Returns `table` with the first matching prefix of each name replaced. prefixes: {old prefix: new prefix}."""
     new_names = dict(table)
     for path, name in table.items():
-        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        new_names[path] = prefixes.get(prefix, "") + name.removeprefix(prefix)
+        old_prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if old_prefix is not None:
+            new_names[path] = prefixes[old_prefix] + name.removeprefix(old_prefix)
     return new_names
 
 
@@ -170,16 +173,17 @@ def family_function(family: str) -> Callable[[dict[str, Any]], DecoderConfig]:
 
 
 def _family_module(family: str) -> ModuleType:
+    """Returns the Python module that defines a family, and may define its tables of tensor names."""
     return sys.modules[family_function(family).__module__]
 
 
 def family_table(family: str) -> TensorNames:
-    """Returns the table of names that a family's files have: NAMES of the family's module, or DENSE."""
+    """Returns the tensor names in the published files of a family: NAMES of the family's module, or DENSE."""
     return getattr(_family_module(family), "NAMES", DENSE)
 
 
 def module_table(family: str) -> TensorNames:
-    """Returns the table of names that a family's modules in transformers have; PEFT names adapters by them."""
+    """Returns the tensor names of a family's modules in transformers, by which PEFT names adapters."""
     return getattr(_family_module(family), "MODULES", family_table(family))
 
 
@@ -188,7 +192,7 @@ def matching_table(family: str, tensors: Collection[str]) -> TensorNames:
     other_tables = getattr(_family_module(family), "OTHERS", ())
 
     def count_matches(table: TensorNames) -> int:
-        # The first layer and expert stand for all of them.
+        # The names of layer 0 and expert 0 are enough to tell the tables apart.
         return sum(template.format(0, 0) in tensors for template in table.values())
 
     return max((family_table(family), module_table(family), *other_tables), key=count_matches)
@@ -199,16 +203,16 @@ class SwappedAxes(str):
 
 
 def tensor_axes(path: str, template: str, count: int) -> tuple[int, ...]:
-    """Returns the permutation from the axes of a parameter, without the stacked ones, to the axes of its tensor.
+    """Returns the order of the axes of a parameter's tensor in the file, as indices of the parameter's axes.
 
-    The permutation is its own inverse. path: path of the parameter. template: name of its tensors. count: number of
-    axes of a tensor.
+    The axes of layers and experts do not count, because each layer and expert has its own tensor. The permutation is
+    its own inverse. path: path of the parameter. template: name of its tensors. count: number of axes of a tensor.
     """
     if isinstance(template, SwappedAxes):
         return (*range(count - 2), count - 1, count - 2)
-    # A tensor whose name does not end with `.weight` belongs to no linear module, so its axes keep their order.
-    is_weight = path.endswith("kernel") and template.endswith(".weight")
-    return tuple(range(count))[:: -1 if is_weight else 1]
+    # The file has the kernel of a linear module, a tensor called `.weight`, with its axes in the opposite order.
+    is_linear_weight = path.endswith("kernel") and template.endswith(".weight")
+    return tuple(reversed(range(count))) if is_linear_weight else tuple(range(count))
 
 
 def stacked_axes(template: str) -> int:
@@ -217,16 +221,22 @@ def stacked_axes(template: str) -> int:
 
 
 def tensor_names(template: str, shape: Sequence[int]) -> list[str]:
-    """Returns the names of all tensors of a parameter. template: name with {}. shape: shape of the parameter."""
-    return [template.format(*index) for index in product(*map(range, shape[: stacked_axes(template)]))]
+    """Returns the names of all tensors of a parameter, one for each layer and expert.
+
+    template: name with {} for the layer and the expert. shape: shape of the parameter.
+    """
+    stacked_sizes = shape[: stacked_axes(template)]
+    return [template.format(*layer_and_expert) for layer_and_expert in product(*map(range, stacked_sizes))]
 
 
 def tensor_shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ...]]:
     """Returns {name: shape} of all tensors of a checkpoint. params: parameter tree, which may consist of shapes."""
     shapes = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_kernel):
+    for path, parameter in jax.tree_util.tree_leaves_with_path(params, is_kernel):
         name = path_name(path)
-        shape = tuple(leaf.shape[stacked_axes(table[name]) :])
-        shape = tuple(shape[axis] for axis in tensor_axes(name, table[name], len(shape)))
-        shapes |= dict.fromkeys(tensor_names(table[name], leaf.shape), shape)
+        template = table[name]
+        unstacked_shape = tuple(parameter.shape[stacked_axes(template) :])
+        axes = tensor_axes(name, template, len(unstacked_shape))
+        shape_in_file = tuple(unstacked_shape[axis] for axis in axes)
+        shapes |= dict.fromkeys(tensor_names(template, parameter.shape), shape_in_file)
     return shapes

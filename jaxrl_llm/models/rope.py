@@ -13,12 +13,12 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Array
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # supported values of rope_type in config.json
 
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding: the frequencies by which the pairs of a head turn."""
+    """A rotary embedding: for each pair of dimensions of a head, how far a position rotates it."""
 
     frequencies: tuple[float, ...]  # [h / 2] float32, radians per position
     scale: float = 1.0  # factor of cosine and sine
@@ -35,11 +35,12 @@ def rotary_angles(positions: Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine [B, N, T, h / 2] for positions [B, N, T], or [B, N, T, 3] for time, row and column."""
     # Positions are float32 whatever the model's dtype, because bfloat16 cannot represent all integers above 256.
     coordinates = positions.astype(jnp.float32)
-    coordinates = (
-        coordinates[..., np.array(rope.axes or (0,) * len(rope.frequencies))]
-        if coordinates.ndim == 4
-        else coordinates[..., None]
-    )
+    if coordinates.ndim == 4:
+        # For each frequency, take the position's time, row or column.
+        axis_of_frequency = rope.axes or (0,) * len(rope.frequencies)
+        coordinates = coordinates[..., np.array(axis_of_frequency)]
+    else:
+        coordinates = coordinates[..., None]
     angles = coordinates * jnp.asarray(rope.frequencies, jnp.float32)[None, None, None]
     # A scale of 1 is skipped, because the product would be one more operation in each program.
     if rope.scale == 1.0:
@@ -48,21 +49,19 @@ def rotary_angles(positions: Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate(x: Array, angles: tuple[Array, Array]) -> jax.Array:
-    """Rotates x [B, N, T, heads, h] in float32. angles: cosine and sine from `rotary_angles`.
-
-    Dimension i is paired with dimension i + h / 2.
-    """
-    cos, sin = (a[..., None, :] for a in angles)
-    # Checkpoints of transformers have the dimensions in this order. The paper pairs neighbouring dimensions.
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    """Rotates queries or keys x [B, N, T, heads, h] in float32. angles: cosine and sine from `rotary_angles`."""
+    cos, sin = (part[..., None, :] for part in angles)  # [B, N, T, 1, h / 2]
+    # Dimension i is paired with dimension i + h / 2, as in checkpoints of transformers. The paper pairs neighbouring
+    # dimensions.
+    first_half, second_half = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first_half * cos - second_half * sin, second_half * cos + first_half * sin], axis=-1)
 
 
 def rope_settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
     """Returns the rope settings of one kind of layers from a config.json, as transformers reads them.
 
-    layers: "full_attention" or "sliding_attention". Raises: UserError, if the settings are no JSON object or have an
-    unsupported type.
+    hf: content of config.json. layers: "full_attention" or "sliding_attention". Raises: UserError, if the settings are
+    no JSON object or have an unsupported type.
     """
     # Old files have rope_scaling. transformers 5 writes rope_parameters, once or for each kind of layers.
     settings = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
@@ -75,9 +74,11 @@ def rope_settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[st
     settings = {name: value for name, value in settings.items() if value is not None}
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        explanation = ", because it changes the positions of cached tokens with the length of the text"
+        explanation = ""
+        if rope_type == "dynamic":
+            explanation = ", because it changes the positions of cached tokens with the length of the text"
         raise UserError(
-            f"config.json: rope type {rope_type!r} is not supported{explanation if rope_type == 'dynamic' else ''}, "
+            f"config.json: rope type {rope_type!r} is not supported{explanation}, "
             f"only {', '.join(ROPE_TYPES)} are: remove the rope scaling from config.json, and keep texts within the "
             "number of positions that the model was pre-trained with"
         )
@@ -91,72 +92,81 @@ def rope_settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[st
 
 
 def make_rope(rope: dict[str, Any], size: int, max_positions: int) -> Rope:
-    """Makes the rotary embedding of heads of this size from the result of `rope_settings`.
+    """Makes the rotary embedding of heads of this size from rope settings of a config.json.
 
-    max_positions: value of max_position_embeddings. Raises: UserError, naming a setting that is missing or no number.
+    rope: result of `rope_settings`. max_positions: value of max_position_embeddings. Raises: UserError, naming a
+    setting that is missing or no number.
     """
     original_positions = rope.get("original_max_position_embeddings", max_positions)
-    numbers = {"original_max_position_embeddings": original_positions} | rope
-    for name, value in numbers.items():
+    settings = {"original_max_position_embeddings": original_positions} | rope
+    for name, value in settings.items():
         if name not in ("rope_type", "type", "truncate") and not isinstance(value, (int, float)):
             raise UserError(
                 f"config.json: {name} in the rope settings is {value!r}, but must be a number: restore the file"
             )
-    base = _default_frequencies(rope["rope_theta"], size)
+    # All rope types but "default" change the frequencies, so that a model reads longer texts than in pre-training.
+    frequencies = _default_frequencies(rope["rope_theta"], size)
     try:
         if rope["rope_type"] == "linear":
-            return Rope(_as_tuple(base / np.float32(numbers["factor"])))
+            return Rope(_as_tuple(frequencies / np.float32(settings["factor"])))
         if rope["rope_type"] == "llama3":
-            return Rope(_as_tuple(_llama3(base, numbers)))
+            return Rope(_as_tuple(_llama3_frequencies(frequencies, settings)))
         if rope["rope_type"] == "yarn":
-            return Rope(_as_tuple(_yarn(base, numbers)), _yarn_scale(numbers))
+            return Rope(_as_tuple(_yarn_frequencies(frequencies, settings)), _yarn_scale(settings))
     except KeyError as error:
         raise UserError(
             f"config.json: the rope settings lack {error.args[0]!r}, which rope type {rope['rope_type']!r} needs: "
             "restore the file"
         ) from None
-    return Rope(_as_tuple(base))
+    return Rope(_as_tuple(frequencies))
 
 
 def _default_frequencies(theta: float, size: int) -> np.ndarray:
-    # All steps are float32, as in transformers and vLLM, because float64 would give other angles at large positions.
+    """Returns the unscaled frequencies [size / 2] of a head: theta^(-2 i / size)."""
+    # All operations are float32, as in transformers and vLLM, because float64 would give other angles at large
+    # positions.
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     return np.float32(1) / np.float32(theta) ** exponents
 
 
 def _as_tuple(frequencies: np.ndarray) -> tuple[float, ...]:
+    """Returns frequencies in a form that can be hashed, because a `Rope` is a part of the model's config."""
     return tuple(frequencies.astype(np.float32).tolist())
 
 
-def _llama3(base: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
-    """Returns Llama 3.1's frequencies: low frequencies are divided by `factor`, high ones kept, others mixed."""
-    rotations = rope["original_max_position_embeddings"] * base / (2 * np.pi)  # within the pre-training length
-    low_factor, high_factor = rope["low_freq_factor"], rope["high_freq_factor"]
-    unscaled = np.clip((rotations - low_factor) / (high_factor - low_factor), 0, 1)
-    return (1 - unscaled) * base / rope["factor"] + unscaled * base
+def _llama3_frequencies(frequencies: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
+    """Returns Llama 3.1's frequencies: it divides low frequencies by `factor`, and keeps high frequencies.
 
-
-def _yarn(base: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
-    """Returns YaRN's frequencies (arXiv 2309.00071, section 3.2).
-
-    Dimensions with more than beta_fast rotations within the pre-training length keep their frequency, those with fewer
-    than beta_slow rotations are divided by `factor`, and the dimensions in between are interpolated.
+    Frequencies in between are mixed. frequencies: unscaled frequencies. rope: rope settings of config.json.
     """
-    half_size, original_positions = len(base), rope["original_max_position_embeddings"]
+    # Number of times that each pair of dimensions turns around within the length of pre-training.
+    rotations = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low_factor, high_factor = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept_share = np.clip((rotations - low_factor) / (high_factor - low_factor), 0, 1)
+    return (1 - kept_share) * frequencies / rope["factor"] + kept_share * frequencies
 
-    def dimension(rotations: float) -> float:
+
+def _yarn_frequencies(frequencies: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
+    """Returns YaRN's frequencies (arXiv 2309.00071, section 3.2), from unscaled ones and the settings of config.json.
+
+    Frequencies with more than beta_fast rotations within the length of pre-training are kept. Frequencies with fewer
+    than beta_slow rotations are divided by `factor`, and frequencies in between are interpolated.
+    """
+    half_size, original_positions = len(frequencies), rope["original_max_position_embeddings"]
+
+    def find_index(rotations: float) -> float:
+        """Returns the index, as a fraction, of the frequency with this number of rotations."""
         return half_size * math.log(original_positions / (rotations * 2 * math.pi)) / math.log(rope["rope_theta"])
 
-    lowest_dimension, highest_dimension = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    first_index, last_index = find_index(rope.get("beta_fast") or 32), find_index(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
-        # The bounds are rounded outwards, as in the paper's code. Some files, such as gpt-oss's, switch this off.
-        lowest_dimension, highest_dimension = math.floor(lowest_dimension), math.ceil(highest_dimension)
-    lowest_dimension, highest_dimension = max(lowest_dimension, 0), min(highest_dimension, 2 * half_size - 1)
-    # If both bounds round to the same dimension, 0.001 avoids a division by 0, as in YaRN's code.
-    divided_share = np.clip(
-        (np.arange(half_size) - lowest_dimension) / ((highest_dimension - lowest_dimension) or 0.001), 0, 1
-    )
-    return divided_share * base / rope["factor"] + (1 - divided_share) * base
+        # The bounds are rounded outwards, as in the paper's code. Some models, such as gpt-oss, switch it off.
+        first_index, last_index = math.floor(first_index), math.ceil(last_index)
+    first_index, last_index = max(first_index, 0), min(last_index, 2 * half_size - 1)
+    # If both bounds round to one index, 0.001 avoids a division by 0, as in YaRN's code.
+    index_range = (last_index - first_index) or 0.001
+    divided_share = np.clip((np.arange(half_size) - first_index) / index_range, 0, 1)
+    return divided_share * frequencies / rope["factor"] + (1 - divided_share) * frequencies
 
 
 def _yarn_scale(rope: dict[str, Any]) -> float:
