@@ -29,7 +29,7 @@ class Routing(NamedTuple):
 
 
 class Kernel(nnx.Module):
-    """The kernel of a linear map, or with leading axes the kernels of several."""
+    """The kernel [D, E] of a linear map, or the kernels [experts, D, E] of several experts."""
 
     def __init__(self, *shape: int, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
@@ -61,7 +61,7 @@ class Experts(nnx.Module):
     def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
         """Returns the weighted sum of the chosen experts' outputs, and the routing.
 
-        x, and the sum: [B, N, T, D], for prompts, rows, tokens of a row, and the model's width.
+        x, and the sum: [B, N, T, D], for prompts, their rows of completions, tokens of a row, and the model's width.
         """
         linear_maps = (self.gate_up, self.down) if self.mixture.fused else (self.gate, self.up, self.down)
         router, kernels = self.router.kernel[...], [part.kernel[...] for part in linear_maps]
@@ -76,10 +76,10 @@ class Experts(nnx.Module):
             x: Array, router: Array, cast_kernels: Sequence[Array], kernels: Sequence[Array]
         ) -> tuple[jax.Array, Routing]:
             """Runs the experts of one device on its tokens."""
-            first_expert = jax.lax.axis_index(expert_axis) * len(cast_kernels[0]) if expert_axis else 0
-            outputs, routing = self._run_own_experts(
-                x, router, *map(_cast_with_gradient, cast_kernels, kernels), first_expert=first_expert
-            )
+            own_experts = len(cast_kernels[0])
+            first_expert = jax.lax.axis_index(expert_axis) * own_experts if expert_axis else 0
+            device_kernels = map(_cast_with_gradient, cast_kernels, kernels)
+            outputs, routing = self._run_own_experts(x, router, *device_kernels, first_expert=first_expert)
             return outputs[None], routing
 
         # shard_map is needed, because the compiler alone would gather the tokens of all devices to sort them.
@@ -98,26 +98,30 @@ class Experts(nnx.Module):
     ) -> tuple[jax.Array, Routing]:
         """Returns the outputs of this device's experts for x [B, N, T, D], and the routing.
 
-        first_expert: number of this device's first expert. Experts of other devices add 0 to the output.
+        kernels: kernels of this device's experts. first_expert: number of the first of these experts. Experts of other
+        devices add 0 to the output.
         """
         tokens, choices, own_experts = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(kernels[0])
         routing, weights = self._route(tokens, router)
+        # Entry i of the next arrays describes one choice: a token and one of its chosen experts.
         expert_index = routing.chosen.reshape(-1) - first_expert
         on_this_device = (expert_index >= 0) & (expert_index < own_experts)
-        # All experts of other devices get the same index, which follows the own experts, so that they sort last.
+        # Experts of other devices get the index after the last own expert, so that their choices are sorted to the end.
         expert_index = jnp.where(on_this_device, expert_index, own_experts)
-        # The sort is stable, so that the gradient of a kernel sums its tokens in the order of the batch.
+        # Sort the choices by expert, so that the tokens of each expert are consecutive rows of one grouped product. The
+        # sort is stable, so that the gradient of a kernel sums its tokens in the order of the batch.
         by_expert = jnp.argsort(expert_index, stable=True)
         group_sizes = jnp.sum(expert_index[None] == jnp.arange(own_experts)[:, None], axis=1, dtype=jnp.int32)
-        rows = _permute_rows(jnp.repeat(tokens, choices, axis=0), by_expert)
+        sorted_tokens = _permute_rows(jnp.repeat(tokens, choices, axis=0), by_expert)
         product = partial(grouped_matmul, sizes=group_sizes, precision=self.cfg.precision)
-        *inner, down = kernels
+        # Each expert computes down(activation(gate(x)) * up(x)).
+        *inner_kernels, down_kernel = kernels
         if self.mixture.fused:
-            gate, up = jnp.split(product(rows, *inner), 2, axis=-1)
-            activated = self.activation(gate) * up
+            gate, up = jnp.split(product(sorted_tokens, *inner_kernels), 2, axis=-1)
         else:
-            activated = self.activation(product(rows, inner[0])) * product(rows, inner[1])
-        outputs = product(activated, down)
+            gate, up = (product(sorted_tokens, kernel) for kernel in inner_kernels)
+        outputs = product(self.activation(gate) * up, down_kernel)
+        # Undo the sort, and sum the outputs of each token's experts by the router's weights.
         outputs = _permute_rows(outputs, jnp.argsort(by_expert)).reshape(-1, choices, x.shape[-1])
         weights = jnp.where(on_this_device.reshape(weights.shape), weights, 0.0)[..., None]
         # The sum is float32, because bfloat16 would round at each term.
@@ -164,6 +168,6 @@ _cast_with_gradient.defvjp(_cast_forward, _cast_backward)
 
 
 def _permute_rows(rows: Array, order: Array) -> jax.Array:
-    """Returns the rows in another order. order: for each new row, the index of the old one."""
+    """Returns the rows in another order. order: for each new row, its index among the old rows."""
     # unique_indices makes the gradient a permutation too, and not a slower scatter-add.
     return rows.at[order].get(unique_indices=True)

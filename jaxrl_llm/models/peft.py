@@ -21,7 +21,8 @@ from jaxrl_llm.models.adapters import Adapters, PeftForm
 from jaxrl_llm.structs import PyTree
 
 SETTINGS_FILE, WEIGHTS_FILE = hf.ADAPTER, "adapter_model.safetensors"
-# Features of PEFT adapters that this package lacks. A feature is off where its key is missing or its value is empty.
+# Keys of adapter_config.json for features of PEFT that this package lacks. PEFT does not use a feature if its key is
+# missing or its value is empty.
 UNSUPPORTED_SETTINGS = (
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -51,11 +52,11 @@ def save(folder: Path, params: PyTree, adapters: Adapters, base: str) -> None:
     the base model, for adapter_config.json. Raises: UserError, if the disk write fails.
     """
     # Gathering a sharded array needs all processes.
-    on_host = jax.tree.map(transfers.gather_to_host, params)
+    host_params = jax.tree.map(transfers.gather_to_host, params)
     if distributed.first():
         with disk.replacing(folder) as unfinished:
             (unfinished / SETTINGS_FILE).write_text(json.dumps(settings(adapters, base), indent=2) + "\n")
-            hf_export.save_tensors(unfinished / WEIGHTS_FILE, tensors(on_host, adapters))
+            hf_export.save_tensors(unfinished / WEIGHTS_FILE, tensors(host_params, adapters))
     distributed.wait("adapter")
 
 
@@ -81,12 +82,13 @@ def settings(adapters: Adapters, base: str) -> dict[str, Any]:
 def tensors(params: PyTree, adapters: Adapters) -> dict[str, np.ndarray]:
     """Returns {name: tensor} for adapter_model.safetensors, from the adapters' arrays on the host.
 
-    PEFT stores each array transposed.
+    PEFT stores each array transposed, and each layer in its own tensor.
     """
     tensors_by_name = {}
-    for path, leaf, name in _adapter_tensors(adapters):
-        stacked = reduce(getitem, path.split("/"), params)[leaf]
-        tensors_by_name |= {name.format(i): np.ascontiguousarray(layer.T) for i, layer in enumerate(stacked)}
+    for module_path, array_name, template in _adapter_tensors(adapters):
+        stacked_array = _subtree(params, module_path)[array_name]
+        for i, layer_array in enumerate(stacked_array):
+            tensors_by_name[template.format(i)] = np.ascontiguousarray(layer_array.T)
     return tensors_by_name
 
 
@@ -95,6 +97,7 @@ def load(folder: Path, adapters: Adapters) -> PyTree:
 
     Raises: UserError, if their kind, settings or shapes differ from those of `adapters`, which the config defines.
     """
+    # Check the settings: the folder must use no feature that this package lacks, and agree with the config.
     settings, form = hf.read_config(folder, SETTINGS_FILE), _form(adapters)
     supported_settings = {"peft_type": form.type, "bias": "none"} | dict.fromkeys(UNSUPPORTED_SETTINGS)
     for name, value in supported_settings.items():
@@ -120,19 +123,20 @@ def load(folder: Path, adapters: Adapters) -> PyTree:
         file_tensors = load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS_FILE} cannot be read ({error}): fetch it again") from None
+    # Fill the arrays of the adapters, layer by layer. Each tensor that is used leaves `file_tensors`.
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), adapters.shapes)
-    for path, leaf, name in _adapter_tensors(adapters):
-        stacked = reduce(getitem, path.split("/"), params)[leaf]
-        for i in range(len(stacked)):
-            tensor = file_tensors.pop(name.format(i), None)
-            if tensor is None or tensor.T.shape != stacked[i].shape:
-                problem = "is missing" if tensor is None else f"is {tensor.shape}, not {stacked[i].T.shape}"
+    for module_path, array_name, template in _adapter_tensors(adapters):
+        stacked_array = _subtree(params, module_path)[array_name]
+        for i in range(len(stacked_array)):
+            tensor, tensor_text = file_tensors.pop(template.format(i), None), f"tensor {template.format(i)}"
+            if tensor is None or tensor.T.shape != stacked_array[i].shape:
+                problem = "is missing" if tensor is None else f"is {tensor.shape}, not {stacked_array[i].T.shape}"
                 remedy = "let config.adapters.targets match only kernels that the folder adapts in all layers"
-                raise UserError(f"{folder / WEIGHTS_FILE}: tensor {name.format(i)} {problem}: {remedy}")
+                raise UserError(f"{folder / WEIGHTS_FILE}: {tensor_text} {problem}: {remedy}")
             if not np.isfinite(tensor).all():
-                weights = f"{folder / WEIGHTS_FILE}: tensor {name.format(i)}"
-                raise UserError(f"{weights} has infinite or NaN values: use another checkpoint")
-            stacked[i] = tensor.T
+                problem = "has infinite or NaN values"
+                raise UserError(f"{folder / WEIGHTS_FILE}: {tensor_text} {problem}: use another checkpoint")
+            stacked_array[i] = tensor.T
     # The tensors that are left adapt no kernel of this run, so the run would lose a part of the trained adapters.
     if file_tensors:
         # An adapter of the embedding or of the head cannot be matched by any targets.
@@ -161,14 +165,20 @@ def fingerprint(path: str) -> str:
 
 
 def _form(adapters: Adapters) -> PeftForm:
+    """Returns the names that PEFT uses for these adapters, their settings and their arrays."""
     assert adapters.kind.peft
     return adapters.kind.peft
+
+
+def _subtree(params: PyTree, path: str) -> PyTree:
+    """Returns the part of a parameter tree at a path such as layers/attention/query."""
+    return reduce(getitem, path.split("/"), params)
 
 
 def _adapter_tensors(adapters: Adapters) -> list[tuple[str, str, str]]:
     """Returns (path of the module, name of the array, name of its tensors with {} for the layer) of all arrays."""
     return [
-        (path, leaf, f"base_model.model.{module}.{peft_name}.weight")
-        for path, module in adapters.modules.items()
-        for leaf, peft_name in _form(adapters).leaves.items()
+        (module_path, array_name, f"base_model.model.{module_name}.{peft_name}.weight")
+        for module_path, module_name in adapters.modules.items()
+        for array_name, peft_name in _form(adapters).leaves.items()
     ]

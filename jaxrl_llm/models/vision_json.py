@@ -12,7 +12,9 @@ from jaxrl_llm.models import config_json
 from jaxrl_llm.models.config import DecoderConfig, VisionConfig
 from jaxrl_llm.models.vision import CHANNELS, TOWER_ACTIVATIONS
 
-MROPE_KEYS = ("type", "rope_type", "mrope_section", "mrope_interleaved")  # keys of the rotary embedding for images
+# Keys of the rope settings in config.json that describe the rotary embedding with three axes: time, row and column.
+MROPE_KEYS = ("type", "rope_type", "mrope_section", "mrope_interleaved")
+# Keys of config.json with the ids of the tokens that stand for images and videos in a prompt.
 PLACEHOLDERS = ("image_token_id", "video_token_id")
 
 
@@ -21,9 +23,9 @@ def make_decoder_config(
 ) -> DecoderConfig:
     """Makes the DecoderConfig of a text model with a vision tower.
 
-    settings: result of `text_settings`. interleaved: whether neighbouring frequencies belong to different axes.
-    fields: fields of DecoderConfig that the family sets. Raises: UserError, naming a key that is missing or asks for an
-    unsupported feature.
+    settings: result of `text_settings`. interleaved: whether neighbouring frequencies belong to different axes (time,
+    row, column) of a position. fields: fields of DecoderConfig that the family sets. Raises: UserError, naming a key
+    that is missing or asks for an unsupported feature.
     """
     plain_settings, axis_sections = split_axis_sections(settings)
     cfg = config_json.make_decoder_config(plain_settings, **fields)
@@ -32,15 +34,16 @@ def make_decoder_config(
             f"config.json: mrope_section is {axis_sections}, but must be three numbers whose sum is half of the head "
             f"size, {cfg.head_dim // 2}: restore the file"
         )
+    # For each frequency, the axis of a position that it rotates by: 0 = time, 1 = row, 2 = column.
     axes = np.repeat(np.arange(3), axis_sections)
     if interleaved:
         # The axes alternate (time, row, column, time ...) until an axis has all its frequencies. The rest is time.
-        axes = np.arange(len(axes))
-        axes = np.where(axes < 3 * np.array(axis_sections)[axes % 3], axes % 3, 0)
+        frequency_index = np.arange(len(axes))
+        axis = frequency_index % 3
+        axes = np.where(frequency_index < 3 * np.array(axis_sections)[axis], axis, 0)
+    rope = replace(cfg.rope, axes=tuple(axes.tolist()))
     placeholder_ids = tuple(settings[name] for name in PLACEHOLDERS if name in settings)
-    return replace(
-        cfg, rope=replace(cfg.rope, axes=tuple(axes.tolist())), vision=replace(tower, hidden_tokens=placeholder_ids)
-    )
+    return replace(cfg, rope=rope, vision=replace(tower, hidden_tokens=placeholder_ids))
 
 
 def text_settings(hf: dict[str, Any], **defaults: Any) -> config_json.ConfigJson:
@@ -48,8 +51,9 @@ def text_settings(hf: dict[str, Any], **defaults: Any) -> config_json.ConfigJson
 
     defaults: values of the family for keys that may be missing. Raises: UserError, naming a key that must be a number.
     """
-    nested = hf.get("text_config")
-    text = nested if isinstance(nested, dict) else {name: hf[name] for name in hf.keys() - {"vision_config"}}
+    text = hf.get("text_config")
+    if not isinstance(text, dict):
+        text = {name: hf[name] for name in hf.keys() - {"vision_config"}}
     # Older files may hold tie_word_embeddings in text_config alone. The outer key then has transformers' default.
     tied = hf.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
     outer_settings = {name: hf.get(name) for name in ("model_type", *PLACEHOLDERS)}
@@ -59,8 +63,9 @@ def text_settings(hf: dict[str, Any], **defaults: Any) -> config_json.ConfigJson
 
 
 def split_axis_sections(settings: config_json.ConfigJson) -> tuple[config_json.ConfigJson, list[int]]:
-    """Returns the settings with an ordinary rotary embedding, and the list mrope_section: frequencies of each axis.
+    """Returns the settings with an ordinary rotary embedding, and mrope_section: the number of frequencies per axis.
 
+    The axes of an image's positions are time, row and column.
     Raises: UserError, if the rope settings have no mrope_section, or a rope type that is not supported with images.
     """
     rope_key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
@@ -137,7 +142,10 @@ def make_tower_config(
 
 
 def check_tower(config: VisionConfig, settings: config_json.ConfigJson, width_key: str) -> None:
-    """Raises: UserError, naming a key of vision_config that does not fit. width_key: key of the tower's width."""
+    """Checks the sizes of a vision tower. Raises: UserError, naming a key of vision_config that does not fit.
+
+    config: the tower's config. settings: content of vision_config. width_key: key of the tower's width.
+    """
     if config.activation not in TOWER_ACTIVATIONS:
         raise UserError(
             f"config.json: hidden_act in vision_config is {config.activation!r}, but only "
