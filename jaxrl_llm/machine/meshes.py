@@ -15,9 +15,10 @@ from jaxrl_llm.config.schema import Field, MayChange
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, progress
 
+# Type of the config fields mesh.data, mesh.fsdp and mesh.tensor. A run may change them when it resumes.
 MeshSize: TypeAlias = MayChange[Annotated[int, Field(int, low=-1)]]
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor")  # mesh axes: copies of the model, and two ways to split its parameters
 
 
 def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
@@ -33,16 +34,17 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
     fixed_devices = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         sizes[open_axes[0]] = max(devices // fixed_devices, 1)
-    total = math.prod(sizes.values())
-    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    if total > devices:
+    mesh_devices = math.prod(sizes.values())
+    mesh_text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if mesh_devices > devices:
         raise UserError(
-            f"config.mesh ({text}) needs {total} devices, but only {devices} exist: choose smaller config.mesh.*"
+            f"config.mesh ({mesh_text}) needs {mesh_devices} devices, but only {devices} exist: choose smaller "
+            "config.mesh.*"
         )
-    if open_axes and total < devices:
+    if open_axes and mesh_devices < devices:
         raise UserError(
-            f"config.mesh ({text}) leaves {devices - total} of {devices} devices idle: the axes of config.mesh must "
-            "divide the number of devices"
+            f"config.mesh ({mesh_text}) leaves {devices - mesh_devices} of {devices} devices idle: the axes of "
+            "config.mesh must divide the number of devices"
         )
     return sizes["data"], sizes["fsdp"], sizes["tensor"]
 
@@ -84,19 +86,20 @@ def meshes_over(devices: Sequence[Any], sampler_devices: int, **sizes: int) -> t
     share one mesh. Raises: UserError, if the devices cannot be split in this way, or a mesh does not fit.
     """
     if not sampler_devices:
-        shared = mesh_over(devices, **sizes)
-        return shared, shared
-    trainer, sampler = _split_from_sampler(devices, sampler_devices)
+        shared_mesh = mesh_over(devices, **sizes)
+        return shared_mesh, shared_mesh
+    of_trainer, of_sampler = _split_from_sampler(devices, sampler_devices)
     try:
-        mesh = mesh_over(trainer, **sizes)
+        trainer_mesh = mesh_over(of_trainer, **sizes)
     except UserError as error:
         raise UserError(
             f"{error} (config.engine.devices = {sampler_devices} devices are reserved for the sampler)"
         ) from error
     # The tensor axis divides the sampler's devices of one process, because it must stay within a process.
     devices_per_process = sampler_devices // len({d.process_index for d in devices})
+    sampler_tensor = math.gcd(trainer_mesh.shape["tensor"], devices_per_process)
     # The fsdp axis is 1, because the sampler's copy of the weights is gathered over fsdp anyway.
-    return mesh, mesh_over(sampler, data=-1, fsdp=1, tensor=math.gcd(mesh.shape["tensor"], devices_per_process))
+    return trainer_mesh, mesh_over(of_sampler, data=-1, fsdp=1, tensor=sampler_tensor)
 
 
 def _split_from_sampler(devices: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
@@ -113,9 +116,9 @@ def _split_from_sampler(devices: Sequence[Any], count: int) -> tuple[list[Any], 
             f"config.engine.devices = {count} of {len(devices)} devices leaves no device for the trainer: choose a "
             "smaller number, or 0 to let sampler and trainer share all devices"
         )
-    trainer = [device for of_process in devices_by_process for device in of_process[:-count_per_process]]
-    sampler = [device for of_process in devices_by_process for device in of_process[-count_per_process:]]
-    return trainer, sampler
+    of_trainer = [device for of_process in devices_by_process for device in of_process[:-count_per_process]]
+    of_sampler = [device for of_process in devices_by_process for device in of_process[-count_per_process:]]
+    return of_trainer, of_sampler
 
 
 def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> Mesh:
@@ -128,7 +131,7 @@ def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> M
         device_grid = _split_by_process(devices, processes, shape)
     else:
         used_devices = devices[: math.prod(shape)]
-        # JAX must be allowed to split an axis of the TPU's torus, because a mesh axis may be smaller than it.
+        # JAX must be allowed to split an axis of the TPU's torus, because a mesh axis may be smaller than a torus axis.
         try:
             device_grid = mesh_utils.create_device_mesh(shape, used_devices, allow_split_physical_axes=True)
         except AssertionError as error:  # JAX's own check of a TPU's chips
@@ -142,32 +145,38 @@ def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> M
 def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int, int]) -> np.ndarray:
     """Arranges the devices of all processes in the shape of a mesh. The tensor axis stays within a process."""
     data, fsdp, tensor = shape
-    text = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True))
+    mesh_text = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True))
     if math.prod(shape) < len(devices):
         raise UserError(
-            f"config.mesh ({text}) leaves some of {len(devices)} devices idle: a run of several processes must use all "
-            "devices"
+            f"config.mesh ({mesh_text}) leaves some of {len(devices)} devices idle: a run of several processes must "
+            "use all devices"
         )
     # The processes divide the data axis first and fsdp second, because over data only gradients cross the network
     # between hosts, but over fsdp the parameters of every layer do.
-    outer = (count, 1, 1) if data % count == 0 else (data, count // data, 1)
-    if math.prod(outer) != count or fsdp % outer[1]:
+    process_grid = (count, 1, 1) if data % count == 0 else (data, count // data, 1)
+    if math.prod(process_grid) != count or fsdp % process_grid[1]:
         raise UserError(
-            f"config.mesh ({text}) cannot be split over {count} processes of {len(devices) // count} devices: "
+            f"config.mesh ({mesh_text}) cannot be split over {count} processes of {len(devices) // count} devices: "
             "config.mesh.tensor must divide the devices of a process, and config.mesh.data the number of processes"
         )
     slices = len({_slice_number(d) for d in devices})
     if data % slices:
         raise UserError(
-            f"config.mesh ({text}) would gather parameters over the slow network between {slices} TPU slices: "
+            f"config.mesh ({mesh_text}) would gather parameters over the slow network between {slices} TPU slices: "
             f"config.mesh.data must be a multiple of {slices}"
         )
-    inner = (data // outer[0], fsdp // outer[1], tensor)
-    # The devices are sorted in the same way in all processes. On a large slice the TPU compiler finds no route for an
-    # axis in another order.
-    ordered = sorted(devices, key=lambda d: (_slice_number(d), d.process_index, getattr(d, "coords", None) or (), d.id))
-    # [outer data, outer fsdp, 1, inner data, inner fsdp, tensor]; then each mesh axis is (outer, inner).
-    blocks = np.array(ordered, dtype=object).reshape(*outer, *inner)
+    # Each process has a block of devices with these sizes in the mesh.
+    block_shape = (data // process_grid[0], fsdp // process_grid[1], tensor)
+
+    def sort_key(device: Any) -> tuple[Any, ...]:
+        coordinates = getattr(device, "coords", None) or ()
+        return _slice_number(device), device.process_index, coordinates, device.id
+
+    # All processes sort the devices by one key. On a large slice the TPU compiler finds no route for an axis in another
+    # order.
+    sorted_devices = np.array(sorted(devices, key=sort_key), dtype=object)
+    # Join the axes of processes and of blocks: [data, fsdp, 1] and [data, fsdp, tensor] become one mesh.
+    blocks = sorted_devices.reshape(*process_grid, *block_shape)
     return blocks.transpose((0, 3, 1, 4, 2, 5)).reshape(shape)
 
 

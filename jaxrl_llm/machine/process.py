@@ -31,13 +31,14 @@ def cpus(root: Path = Path("/")) -> int:
     """
     # os.cpu_count() alone is too high in a container, which sees all cores of its host.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if allotted := os.environ.get("SLURM_CPUS_PER_TASK"):
-        cores = min(cores, int(allotted))
+    if slurm_cores := os.environ.get("SLURM_CPUS_PER_TASK"):
+        cores = min(cores, int(slurm_cores))
     else:
-        # Slurm writes the tasks per host as "4(x2),3", of which the first number counts. MPI writes one number.
-        text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
-        tasks = re.match(r"[1-9]\d*", text)
-        cores //= int(tasks[0]) if tasks else 1
+        # Divide the cores by the number of tasks on this host. Slurm writes the tasks per host as "4(x2),3", of which
+        # the first number is taken. MPI writes one number.
+        task_text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
+        task_count = re.match(r"[1-9]\d*", task_text)
+        cores //= int(task_count[0]) if task_count else 1
     return max(int(min(cores, _cgroup_quota(root))), 1)
 
 
@@ -85,10 +86,10 @@ class Process:
         self._lifeline, child_lifeline = socket.socketpair()
         descriptors = [child_connection.fileno(), child_lifeline.fileno()]
         # sys.path is set before any import, because the function may be in a module of the user beside the config.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from jaxrl_llm.machine.process import serve; "
-        code += f"serve(*{descriptors})"
+        child_code = f"import sys; sys.path[:] = {sys.path!r}; from jaxrl_llm.machine.process import serve; "
+        child_code += f"serve(*{descriptors})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", child_code],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -140,8 +141,9 @@ class Process:
         self._lifeline.close()
 
     def _death_error(self) -> ChildProcessError:
-        code = self._process.wait()
-        return ChildProcessError(signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        """Waits for the end of the process, and returns an error with its signal or exit code."""
+        exit_code = self._process.wait()
+        return ChildProcessError(signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}")
 
 
 def serve(connection: int, lifeline: int) -> None:
@@ -153,9 +155,9 @@ def serve(connection: int, lifeline: int) -> None:
     # do this, because a regular expression or a power of integers may hold the GIL for hours.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
         # The parent decides when this process ends. SIG_IGN is not used, because children would inherit it.
-        signal.signal(number, lambda *_: None)
+        signal.signal(signal_number, lambda *_: None)
     for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)
     calls = Connection(connection)
@@ -199,7 +201,7 @@ class Pool:
         call_seconds: time limit of each call. total_seconds: time limit of all calls together. The process of a call
         that exceeds a limit is killed and replaced. Raises: RuntimeError, for an exception of the function.
         """
-        answers: list[Any] = [None] * len(items)
+        results: list[Any] = [None] * len(items)
         item_numbers, deadline = iter(range(len(items))), time.monotonic() + total_seconds
         # The processes stay for the next call of `map`, because they have done their imports.
         self._processes += [None] * (size - len(self._processes))
@@ -207,11 +209,12 @@ class Pool:
         def run_calls(process_number: int) -> None:
             # All threads share the iterator, so each item is computed once.
             for item_number in item_numbers:
-                answers[item_number] = self._call(process_number, items[item_number], call_seconds, deadline)
+                results[item_number] = self._call(process_number, items[item_number], call_seconds, deadline)
 
+        # One thread waits for each process. `list` raises the error of a thread here.
         with ThreadPoolExecutor(size) as threads:
             list(threads.map(run_calls, range(size)))
-        return answers
+        return results
 
     def _call(self, process_number: int, item: tuple[Any, ...], call_seconds: float, deadline: float) -> Any:
         """Calls the function in a process, which it starts if needed. Returns None if the call takes too long."""
@@ -220,6 +223,7 @@ class Pool:
             return None
         try:
             if process is None:
+                # A new process first calls the function `prepare`, within the limit of all calls.
                 process = self._processes[process_number] = Process(self._prepare)
                 process.receive_result(deadline - time.monotonic())
             process.send_call(self._function, *item)

@@ -43,6 +43,7 @@ class Rates(NamedTuple):
     compile: float  # seconds to compile a forward pass; an update takes three times as long
 
 
+# {platform of the devices: speeds from which the time of a call is estimated}.
 RATES = {"cpu": Rates(7e10, 2e8, 2e10, 4.0), "gpu": Rates(3e14, 2e12, 2e12, 30.0), "tpu": Rates(1e14, 5e11, 7e11, 60.0)}
 
 
@@ -77,23 +78,25 @@ class ShapePolicy:
             pass
 
     def _add_best_shape(self, cost: Cost) -> bool:
-        """Returns whether a shape has been added."""
+        """Adds the shape that would have saved the most time, if it pays off. Returns whether a shape was added."""
         chosen_shapes = list(self.first_calls)
         if len(chosen_shapes) == self.limit:
             return False
+        # Add up the seconds that each missing shape would save in this call.
         call_seconds = cost(chosen_shapes)
         for shape in self.shapes:
             if shape not in self.first_calls:
                 saving = call_seconds - cost([*chosen_shapes, shape])
                 self.saved_seconds[shape] = self.saved_seconds.get(shape, 0.0) + saving
-        best = max(self.saved_seconds, key=lambda shape: self.saved_seconds[shape], default=None)
-        if best is None or self.saved_seconds[best] < self.compile_seconds:
+        best_shape = max(self.saved_seconds, key=lambda shape: self.saved_seconds[shape], default=None)
+        if best_shape is None or self.saved_seconds[best_shape] < self.compile_seconds:
             return False
         # The delay covers the estimated compile time, so that no step waits for the compiler. The delay must not be
         # measured, because a resumed run has to switch its shapes at the same call.
         delay = min(max(math.ceil(self.compile_seconds / max(call_seconds, 1e-9)), MIN_DELAY), MAX_DELAY)
-        self.first_calls[best] = self.calls + (delay if self.calls > 1 else 0)
-        self.saved_seconds = {}  # the sums start again, because every other shape saves less beside the new shape
+        self.first_calls[best_shape] = self.calls + (delay if self.calls > 1 else 0)
+        # The sums start again, because each missing shape saves less than before now that the new shape exists.
+        self.saved_seconds = {}
         return True
 
     def state(self) -> dict[str, Any]:
@@ -191,14 +194,14 @@ def abstract(tree: PyTree) -> PyTree:
     its arguments in the devices' memory.
     """
 
-    def describe(x: Any) -> Any:
-        # JAX moves an uncommitted array to the devices of the other arguments, so its placement must not bind the
-        # program.
-        is_committed = isinstance(x, jax.Array) and x.committed
-        device_sharding = x.sharding.with_memory_kind(transfers.DEVICE) if is_committed else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device_sharding)
+    def describe_array(array: Any) -> Any:
+        # JAX moves an uncommitted array to the devices of a program's other arguments, so the description of such an
+        # array names no devices.
+        is_committed = isinstance(array, jax.Array) and array.committed
+        device_sharding = array.sharding.with_memory_kind(transfers.DEVICE) if is_committed else None
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=device_sharding)
 
-    return jax.tree.map(describe, tree)
+    return jax.tree.map(describe_array, tree)
 
 
 def placed(tree: PyTree, new_sharding: jax.sharding.Sharding) -> PyTree:

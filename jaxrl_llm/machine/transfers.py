@@ -21,10 +21,10 @@ DEVICE, HOST = "device", "pinned_host"  # JAX's names of the memory of a device 
 
 def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
     """Puts host arrays [B, ...], which hold the prompts of this process, on the mesh. Prompts are sharded (`BATCH`)."""
-    place = NamedSharding(mesh, BATCH)
+    batch_sharding = NamedSharding(mesh, BATCH)
     if distributed.count() == 1:
-        return jax.device_put(tree, place)
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)), tree)
+        return jax.device_put(tree, batch_sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(batch_sharding, np.asarray(x)), tree)
 
 
 def copy_to_mesh(x: jax.Array, new_sharding: NamedSharding) -> jax.Array:
@@ -32,8 +32,8 @@ def copy_to_mesh(x: jax.Array, new_sharding: NamedSharding) -> jax.Array:
     if distributed.count() == 1:
         return jax.device_put(x, new_sharding)
     # Each process copies between its own devices, so nothing crosses the network and no process waits for another.
-    local = jax.make_array_from_single_device_arrays(x.shape, _local_sharding(x.sharding), _local_data(x))
-    local_copy = jax.device_put(local, _local_sharding(new_sharding))
+    local_array = jax.make_array_from_single_device_arrays(x.shape, _local_sharding(x.sharding), _local_data(x))
+    local_copy = jax.device_put(local_array, _local_sharding(new_sharding))
     return jax.make_array_from_single_device_arrays(x.shape, new_sharding, _local_data(local_copy))
 
 
@@ -43,6 +43,7 @@ def _local_sharding(whole_sharding: Any) -> NamedSharding:
 
 
 def _local_data(x: jax.Array) -> list[jax.Array]:
+    """Returns the parts of an array that the devices of this process hold."""
     return [shard.data for shard in x.addressable_shards]
 
 
@@ -58,12 +59,16 @@ def move(tree: PyTree, memory: str) -> PyTree:
 
 def to_host(tree: PyTree) -> PyTree:
     """Copies device arrays to NumPy arrays in one transfer. Of a sharded batch it returns this process's prompts."""
+
+    def local_parts(x: Any) -> Any:
+        return x if _is_complete_here(x) else [shard.data for shard in _distinct_shards(x)]
+
+    def join_parts(x: Any, fetched: Any) -> np.ndarray:
+        return np.asarray(fetched) if _is_complete_here(x) else np.concatenate(fetched)
+
     # One device_get copies the whole tree, because it starts all copies before it waits for the first.
-    local = jax.tree.map(lambda x: x if _is_complete_here(x) else [shard.data for shard in _distinct_shards(x)], tree)
-    arrays = jax.device_get(local)
-    return jax.tree.map(
-        lambda x, fetched: np.asarray(fetched) if _is_complete_here(x) else np.concatenate(fetched), tree, arrays
-    )
+    fetched_tree = jax.device_get(jax.tree.map(local_parts, tree))
+    return jax.tree.map(join_parts, tree, fetched_tree)
 
 
 def gather_to_host(x: jax.Array) -> np.ndarray:
@@ -102,10 +107,10 @@ def put_groups(
     """
     if distributed.count() == 1:
 
-        def replace_groups(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-            x = np.array(x)
-            x[replaced_groups] = y[source_groups]
-            return x
+        def replace_groups(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+            result = np.array(old)
+            result[replaced_groups] = new[source_groups]
+            return result
 
         return jax.tree.map(replace_groups, old_groups, new_groups)
     # `source` holds for each group of the batch the index of the group that replaces it, or -1. So one program of fixed
@@ -118,16 +123,20 @@ def put_groups(
 
 @partial(jax.jit, static_argnums=1)
 def _column_maxima(rows: jax.Array, replicated: NamedSharding) -> jax.Array:
+    """Returns the maximum over the rows [rows, N] of all processes, on every device."""
     return jax.lax.with_sharding_constraint(rows.max(axis=0), replicated)
 
 
 @partial(jax.jit, static_argnums=3)
-def _put_rows(old: PyTree, new: PyTree, source: jax.Array, batch_sharding: NamedSharding) -> PyTree:
-    def replace_rows(x: jax.Array, y: jax.Array) -> jax.Array:
-        sources = source.reshape(-1, *[1] * (x.ndim - 1))
-        return jax.lax.with_sharding_constraint(jnp.where(sources >= 0, y[jnp.maximum(source, 0)], x), batch_sharding)
+def _put_rows(old_tree: PyTree, new_tree: PyTree, source: jax.Array, batch_sharding: NamedSharding) -> PyTree:
+    """Replaces rows of arrays [B, ...] by rows of other arrays. source [B]: index of the new row, -1 = keep the old."""
 
-    return jax.tree.map(replace_rows, old, new)
+    def replace_rows(old: jax.Array, new: jax.Array) -> jax.Array:
+        is_replaced = source.reshape(-1, *[1] * (old.ndim - 1)) >= 0
+        replaced = jnp.where(is_replaced, new[jnp.maximum(source, 0)], old)
+        return jax.lax.with_sharding_constraint(replaced, batch_sharding)
+
+    return jax.tree.map(replace_rows, old_tree, new_tree)
 
 
 def _is_complete_here(x: Any) -> bool:

@@ -13,8 +13,8 @@ from jaxrl_llm.models.attention import KeyValue, empty_prompt, shard_kernel
 from jaxrl_llm.structs import Array
 
 MAX_BLOCK = 512  # largest number of queries, and of keys, in a block of the kernel
-# The kernel gets one int32 per query: the low INDEX_BITS hold an index in the row, the bits above the start of the
-# query's completion.
+# The kernel gets one int32 per query. The low INDEX_BITS hold the index of the last token that the query sees, and the
+# higher bits the index of the first token.
 INDEX_BITS = 16
 
 
@@ -60,15 +60,20 @@ def attend_tpu(
     if prompt is None or prompt_mask is None:
         prompt, prompt_mask = empty_prompt(query)
 
-    def padded(x: Array, axis: int) -> jax.Array:
-        return jnp.pad(x, [(0, -x.shape[axis] % block if i == axis % x.ndim else 0) for i in range(x.ndim)])
+    def padded(x: Array, token_axis: int) -> jax.Array:
+        """Pads the token axis to a multiple of the block."""
+        padding = -x.shape[token_axis] % block
+        return jnp.pad(x, [(0, padding if axis == token_axis % x.ndim else 0) for axis in range(x.ndim)])
 
     row_arrays = (padded(query, -2), padded(row.keys, -2), padded(row.values, -2), padded(segment_ids, -1))
     row_arrays += () if limits.last_visible is None else (padded(limits.last_visible, -1),)
     prompt_arrays = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
     attend_row = partial(_attend_row, block=block, limits=limits._replace(last_visible=None), interpret=interpret)
+    # The inner vmap runs over the rows of a prompt, and the outer vmap over prompts. For the inner vmap, query, keys
+    # and values are [K, N, ...], and all other row arrays [N, ...].
     row_axes = (1, 1, 1) + (0,) * (len(row_arrays) - 3)
-    attend = shard_kernel(jax.vmap(jax.vmap(attend_row, in_axes=(row_axes, None), out_axes=1)), mesh, k)
+    attend_rows = jax.vmap(attend_row, in_axes=(row_axes, None), out_axes=1)
+    attend = shard_kernel(jax.vmap(attend_rows), mesh, k)
     return attend(row_arrays, prompt_arrays)[..., :t, :]
 
 
@@ -81,7 +86,8 @@ def _attend_row(
 
     from jaxrl_llm.models.splash_mask import RowMask
 
-    (query, keys, values, segment_ids, *last_visible), (prompt_keys, prompt_values, prompt_mask) = row, prompt
+    query, keys, values, segment_ids, *last_visible = row
+    prompt_keys, prompt_values, prompt_mask = prompt
     k, r, t, h = query.shape
     # All heads have the same mask, which is static: the kernel finds the empty blocks at compile time.
     mask = RowMask(t, prompt_mask.size, limits.window, limits.max_lookahead, INDEX_BITS)
@@ -100,6 +106,7 @@ def _attend_row(
         masks, block_sizes=block_sizes, attn_logits_soft_cap=limits.soft_cap or None, interpret=interpret
     )
 
+    # `start` and `end` are the first and the last index in the row that each token sees.
     token_index = jnp.arange(t, dtype=jnp.int32)
     # Each padding token counts as a completion of one token, because the softmax needs at least one visible key.
     starts_completion = (segment_ids == 0) | (segment_ids != jnp.roll(segment_ids, 1)) | (token_index == 0)
@@ -109,11 +116,10 @@ def _attend_row(
         # The padding of blocks has last_visible 0; it must see itself.
         end = jnp.maximum(last_visible[0], token_index)
         start = jnp.maximum(start, token_index - limits.window + 1) if limits.window else start
-    mask_infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
     # The starts of completions are known only at run time, so they replace the static q_sequence of `RowMask`.
-    kernel = type(kernel)(
-        *(mask_info._replace(q_sequence=start << INDEX_BITS | end) for mask_info in mask_infos), **kernel.kwargs
-    )
+    static_infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    mask_infos = [info._replace(q_sequence=start << INDEX_BITS | end) for info in static_infos]
+    kernel = type(kernel)(*mask_infos, **kernel.kwargs)
 
     # If attention has a window, move the padding of a prompt from its end to its start. The index of a key then tells
     # its distance from the completion, which a static mask needs.
@@ -125,6 +131,7 @@ def _attend_row(
     values = jnp.concatenate([values, prompt_values], axis=1)
     # Segment ids only hide the prompt's padding: all queries are in segment 1, and hidden keys in segment 0.
     key_segments = jnp.concatenate([jnp.ones_like(token_index), prompt_mask.astype(jnp.int32)])
-    out = kernel(query.reshape(k * r, t, h), keys, values, splash.SegmentIds(jnp.ones_like(token_index), key_segments))
+    kernel_segments = splash.SegmentIds(jnp.ones_like(token_index), key_segments)
+    attended = kernel(query.reshape(k * r, t, h), keys, values, kernel_segments)
     # The output at padding is set to 0, so that padding has no gradient.
-    return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)
+    return jnp.where(segment_ids[None, :, None] > 0, attended, 0).reshape(k, r, t, h)

@@ -9,6 +9,7 @@ from jaxrl_llm.models import rope
 from jaxrl_llm.models.blocks import ACTIVATIONS
 from jaxrl_llm.models.config import DecoderConfig, Mixture
 
+# Keys of config.json whose values must be numbers.
 NUMBER_KEYS = (
     "vocab_size",
     "hidden_size",

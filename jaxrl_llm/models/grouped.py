@@ -39,6 +39,7 @@ def grouped_matmul(rows: Array, kernels: Array, sizes: Array, precision: jax.lax
 
 
 def _forward(rows: Array, kernels: Array, sizes: Array, precision: Any) -> tuple[jax.Array, tuple[Array, ...]]:
+    """Returns the products, and the arrays that `_backward` needs."""
     return grouped_matmul(rows, kernels, sizes, precision), (rows, kernels, sizes)
 
 
@@ -67,7 +68,7 @@ class _Blocks(NamedTuple):
 
     def locate(self, block: Array) -> tuple[jax.Array, jax.Array]:
         """Returns the group and the first row of a block."""
-        # Several groups may start at the same block number. The last one has the block, because the others are empty.
+        # If several groups start at this block, it belongs to the last group, because the groups before it are empty.
         group = jnp.sum(self.blocks_before <= block) - 1
         return group, self.starts[group] + (block - self.blocks_before[group]) * self.size
 
@@ -78,8 +79,10 @@ def _make_blocks(rows: int, sizes: Array) -> _Blocks:
     The rows of a block are a power of two above the mean size of a group, between MIN_ROWS and MAX_ROWS.
     """
     block_rows = min(max(1 << (rows // len(sizes)).bit_length(), MIN_ROWS), MAX_ROWS)
-    ends, block_counts = jnp.cumsum(sizes), -(-sizes // block_rows)
-    return _Blocks(block_rows, ends - sizes, ends, jnp.cumsum(block_counts) - block_counts, jnp.sum(block_counts))
+    ends = jnp.cumsum(sizes)
+    block_counts = -(-sizes // block_rows)  # rounded up
+    blocks_before = jnp.cumsum(block_counts) - block_counts
+    return _Blocks(block_rows, ends - sizes, ends, blocks_before, jnp.sum(block_counts))
 
 
 def _pad_rows(rows: Array, blocks: _Blocks) -> jax.Array:

@@ -21,9 +21,10 @@ from jaxrl_llm.models.hf import stored_dtype, tensor_table
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import Array, PyTree
 
-SHARD_BYTES = 5 * 2**30
+SHARD_BYTES = 5 * 2**30  # largest size of one weight file
 # An export leaves out these files: the first would make transformers look for adapters, the second lists other weights.
 UNCOPIED_FILES = ("adapter_config.json", "pytorch_model.bin.index.json")
+# An export copies the files with these endings, which hold settings and tokenizer, from the initial model.
 COPIED_ENDINGS = (".json", ".jinja", ".txt", ".model")
 
 
