@@ -57,7 +57,7 @@ def attend(
     hidden_score = jnp.finfo(jnp.float32).min
     if query.shape[4] == 1:
         # Decoding has one token per row. The keys come first, so that a CPU need not rearrange them for every token.
-        # Without the barrier, the compiler would swap the factors and drop the transpose (`swapaxes`).
+        # The compiler would swap the factors and drop the transpose (`swapaxes`) if the barrier were missing.
         row_scores = product("bknsh,bknrh->bknsr", row.keys, query[..., 0, :])
         row_scores = jax.lax.platform_dependent(row_scores, cpu=jax.lax.optimization_barrier, default=lambda x: x)
         row_scores = jnp.swapaxes(row_scores, -1, -2)[..., None, :]

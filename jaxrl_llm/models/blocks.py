@@ -23,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # {name in config.json
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# For a kernel that is stored as W [E, D], the number of tokens decides how `Linear` multiplies tokens x with it. With
-# fewer tokens than this number, W x^T is faster than x W^T. With more, both take as long, and x W^T needs no transpose.
+# `Linear` multiplies tokens x with a kernel that is stored as W [E, D] in one of two orders. W x^T is faster than x W^T
+# for fewer tokens than this number. Both take as long for more tokens, and x W^T needs no transpose.
 MATERIALIZED_ROWS = 128
 
 
@@ -189,7 +189,7 @@ class Linear(nnx.Linear):
         if len(x) >= MATERIALIZED_ROWS:
             return jax.lax.dot_general(x, weights, contract_last_axes, precision=precision)
         product = jax.lax.dot_general(weights, x, contract_last_axes, precision=precision)
-        # Without the barrier, the compiler would turn the transposed product back into x W^T.
+        # The compiler would turn the transposed product back into x W^T if the barrier were missing.
         return jax.lax.optimization_barrier(product).T
 
 

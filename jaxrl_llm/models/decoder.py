@@ -135,7 +135,7 @@ class Decoder:
     def size(self, *, active: bool = False) -> int:
         """Returns the number of parameters.
 
-        active: whether to count only the parameters that one token uses: of all experts, those that it is sent to.
+        active: whether to count only the parameters that one token uses, so among the experts those that it is sent to.
         """
         sizes = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes)}
         if active and (mixture := self.cfg.mixture):
@@ -175,7 +175,7 @@ class Decoder:
 
     def prefill(self, params: PyTree, prompt: Prompt) -> tuple[jax.Array, Any]:
         """Runs prompts [B, P] and returns hidden states [B, P, D], and keys and values [B, K, P, h] of each layer."""
-        # In the layers, a prompt is one row of tokens: its arrays have the axes [B, 1, P, ...].
+        # A prompt is one row of tokens in the layers: its arrays have the axes [B, 1, P, ...].
         angles = self._angles(_prompt_rotary_positions(prompt))
         segment_ids = prompt.mask[:, None].astype(jnp.int32)  # 1 for real tokens, 0 for padding
         attend_row = self._attend_packed(segment_ids, last_visible=self._last_visible(prompt))

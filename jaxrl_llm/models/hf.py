@@ -560,7 +560,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _conversion_remedy(folder: Path) -> str:
     """Returns the end of an error for a folder without safetensors: how the user gets weights in this format."""
-    # In the cache of the hub, the folder has no other format, because the download asks only for safetensors.
+    # A folder in the hub's cache has no other format, because the download asks only for safetensors.
     if folder.parent.name == "snapshots":
         repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         return (
@@ -678,7 +678,7 @@ def _read_part(
 
 def _check_finite(folder: Path, tensor: str, values: np.ndarray) -> None:
     """Checks the values of a tensor. Raises: UserError, naming the tensor's file, for an infinite or NaN value."""
-    # Without this check, the self-test of a run would only report that sampler and trainer disagree.
+    # The self-test of a run would only report that sampler and trainer disagree if this check were missing.
     if not np.isfinite(values).all():
         file = next(file for file in weight_files(folder) if tensor in {*safe_open(file, "np").keys()})
         raise UserError(f"{file}: tensor {tensor} has infinite or NaN values: use another checkpoint")

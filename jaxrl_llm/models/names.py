@@ -53,7 +53,7 @@ DENSE = {
 }
 # Tensor names of a decoder with norms before and after attention and MLP, such as Gemma.
 GEMMA = DENSE | {
-    # In DENSE, this tensor name belongs to the norm before the MLP.
+    # The table DENSE gives this tensor name to the norm before the MLP.
     "layers/attention_post_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers/mlp_post_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",

@@ -185,6 +185,6 @@ def _train_tokenizer(texts: list[str], max_tokens: int, image_tokens: tuple[str,
             vocab_size=max_tokens, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-    # Without training, the special tokens are ordinary entries of the vocabulary, so mark them as special here.
+    # Special tokens are ordinary entries of the vocabulary before a training, so mark them as special here.
     tokenizer.add_special_tokens(special_tokens)
     return tokenizer

@@ -73,7 +73,7 @@ class Pages(NamedTuple):
         def write_tokens(stored: Array, new: Array) -> jax.Array:
             return stored.at[:, page, offset].set(new, mode="drop")
 
-        # For the keys, a slice separates the two index arrays, so NumPy's rules put the axes [S, T] first.
+        # A slice separates the two index arrays of the keys, so NumPy's rules put the axes [S, T] first.
         new_keys = jnp.moveaxis(new_tokens.keys, (0, 2), (2, 3))  # [S, T, K, h]
         keys = self.keys.at[:, page, :, offset].set(new_keys, mode="drop")
         # The values, and the scales of int8 pages, have the token axis directly after the page axis.

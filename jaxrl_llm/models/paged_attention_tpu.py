@@ -104,7 +104,7 @@ def attend_own(
 
 
 def write_own(pages: Pages, page: Array, offset: Array, tokens: KeyValue, *, interpret: bool = False) -> Pages:
-    """Returns the pages with one new token of each sequence written: what `Pages.write` does, as a kernel.
+    """Returns the pages with one new token of each sequence written, by a kernel with the effect of `Pages.write`.
 
     page: page of each token [S]; tokens of a page out of range are not written. offset: index of each token in its page
     [S]. tokens: keys and values [K, S, 1, h]. interpret: whether to emulate the kernel, for tests. The kernel exists,
@@ -197,7 +197,7 @@ def _program_pages(
     page_numbers = jnp.take_along_axis(table, jnp.minimum(page_places, table.shape[1] - 1), axis=1)
     page_numbers = page_numbers.reshape(-1, pages_of_program)  # one row for each program
     is_needed = (page_places * page_tokens < length[:, None]).reshape(-1, pages_of_program)
-    # For each program and i: the last program, up to this program, that needs its i-th page.
+    # Find, for each program and i, the last program up to this program that needs its i-th page.
     program_or_0 = jnp.where(is_needed, jnp.arange(len(is_needed))[:, None], 0)
     last_program = jax.lax.cummax(program_or_0, axis=0)
     page_numbers = jnp.take_along_axis(page_numbers, last_program, axis=0)

@@ -36,7 +36,7 @@ def rotary_angles(positions: Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     # Positions are float32 whatever the model's dtype, because bfloat16 cannot represent all integers above 256.
     coordinates = positions.astype(jnp.float32)
     if coordinates.ndim == 4:
-        # For each frequency, take the position's time, row or column.
+        # Take the position's time, row or column for each frequency.
         axis_of_frequency = rope.axes or (0,) * len(rope.frequencies)
         coordinates = coordinates[..., np.array(axis_of_frequency)]
     else:

@@ -34,7 +34,7 @@ def make_decoder_config(
             f"config.json: mrope_section is {axis_sections}, but must be three numbers whose sum is half of the head "
             f"size, {cfg.head_dim // 2}: restore the file"
         )
-    # For each frequency, the axis of a position that it rotates by: 0 = time, 1 = row, 2 = column.
+    # Choose the axis of a position by which each frequency rotates: 0 = time, 1 = row, 2 = column.
     axes = np.repeat(np.arange(3), axis_sections)
     if interleaved:
         # The axes alternate (time, row, column, time ...) until an axis has all its frequencies. The rest is time.
