@@ -115,9 +115,8 @@ class BackgroundLogger:
             self._changed.notify()
         self._thread.join(CLOSE_SECONDS)
         late_text = f"did not end within {CLOSE_SECONDS:g} s" if self._thread.is_alive() else ""
-        lost_text = (
-            f"has not got {lost_calls} of its records" if (lost_calls := len(self._calls) + self._dropped_calls) else ""
-        )
+        lost_calls = len(self._calls) + self._dropped_calls
+        lost_text = f"has not got {lost_calls} of its records" if lost_calls else ""
         if late_text or lost_text:
             remedy = f": jaxrl log WORKDIR --send {self._logger_name} sends them" if lost_text else ""
             problems = " and ".join(text for text in (late_text, lost_text) if text)
@@ -206,6 +205,7 @@ class BackgroundLogger:
                     self._print_line(f"warning: {self._name} failed and is tried again: {message}")
                 self._failing_method = self._failing_method or method
             else:
+                # The outage ends when the method that failed succeeds, or when a call that hung returns.
                 if self._failing_method == method or (self._hang_reported and not self._failing_method):
                     self._print_line(f"{self._name} works again")
                     self._failing_method = ""
@@ -231,6 +231,7 @@ def _accepts(logger: Logger, call: Call) -> bool:
 
 
 def _send(logger: Logger, call: Call) -> bool:
+    """Calls the logger's method, and returns True, because `_retry` returns None for a refused call."""
     method, *arguments = call
     getattr(logger, method)(*arguments)
     return True

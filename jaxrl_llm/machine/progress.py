@@ -123,6 +123,7 @@ class Display:
                 self._write_line()
 
     def _tick_forever(self) -> None:
+        """Updates the display every TICK seconds while a task runs, in the display's own thread."""
         while self._has_tasks.wait():
             time.sleep(TICK)
             # The output may be closed, which is no reason to end the thread or the run.
@@ -145,6 +146,7 @@ class Display:
         self._bars.refresh()
 
     def _remove_bar(self, task: Task) -> None:
+        """Removes the bar of a task from the terminal."""
         if self._bars and task.bar_id is not None:
             self._bars.remove_task(task.bar_id)
         task.bar_id = None

@@ -116,7 +116,7 @@ def _end_without_others(address: str) -> NoReturn:
 
 def _watch_for_ends() -> None:
     """Exits this process when another process has ended by an error. Runs in a thread."""
-    # The pause is needed because the call below fails immediately without process 0.
+    # The pause is needed because `blocking_key_value_get` fails immediately without process 0.
     while not _is_ending.wait(POLL / 10_000):
         with suppress(jax.errors.JaxRuntimeError):  # no process has ended yet
             code, hung, line = client().blocking_key_value_get(END_KEY, POLL).split(" ", 2)
@@ -162,6 +162,7 @@ def end(code: int, line: str) -> NoReturn:
 
 
 def _end_line(reason: str) -> str:
+    """Returns the line that the other processes print when this process has ended."""
     return f"error: process {index()} has ended ({reason}): see its output"
 
 
@@ -173,6 +174,7 @@ def _announce_end(code: int, line: str, *, hung: bool = False) -> None:
 
 
 def _mark_ended(process: int) -> None:
+    """Stores that a process has ended, because process 0 exits only after all others."""
     with suppress(Exception):
         client().key_value_set(f"{END_KEY}/{process}", "", allow_overwrite=True)
 

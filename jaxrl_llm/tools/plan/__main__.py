@@ -186,13 +186,20 @@ def image_line(plan: SlicePlan) -> str:
 
 def print_collectives(phase: Phase, count: int, console: Console) -> None:
     """Prints the largest groups of equal collectives of a phase."""
+    # Each row begins with the total bytes of its group, so that sorting puts the largest group first.
     groups = Counter((c.kind, c.shape, c.loops, c.bytes) for c in phase.collectives)
-    rows = sorted(((n * math.prod(key[2]) * key[3], n, *key) for key, n in groups.items()), reverse=True)
+    rows = sorted(
+        (
+            (number * math.prod(loops) * size, number, kind, shape, loops, size)
+            for (kind, shape, loops, size), number in groups.items()
+        ),
+        reverse=True,
+    )
     table = Table(title=f"{phase.name}: {sum(row[0] for row in rows) / 1e9:,.2f} GB a chip")
     for column in ("collective", "array", "MB", "times", "loops around it", "GB"):
         table.add_column(column, justify="left" if column in ("collective", "array") else "right")
-    for total, n, kind, shape, loops, size in rows[:count]:
-        times, loop_counts = n * math.prod(loops), " x ".join(f"{n:g}" for n in loops)
+    for total, number, kind, shape, loops, size in rows[:count]:
+        times, loop_counts = number * math.prod(loops), " x ".join(f"{trips:g}" for trips in loops)
         table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,.0f}", loop_counts, f"{total / 1e9:,.3f}")
     remaining_bytes = sum(row[0] for row in rows[count:])
     table.add_row(f"{len(rows[count:])} smaller", "", "", "", "", f"{remaining_bytes / 1e9:,.3f}")

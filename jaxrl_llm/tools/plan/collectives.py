@@ -39,32 +39,36 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
     turns: turns of each loop that the program itself decides to end, such as the loop over micro-batches.
     hosts: number of each chip's host, in the order of the mesh.
     """
-    computations: dict[str, list[str]] = {}
+    # The text consists of computations, named blocks of instructions, which call each other. ENTRY marks
+    # the computation that the program begins with.
+    computations: dict[str, list[str]] = {}  # {name: lines of its instructions}
     entry, lines = "", []
     for line in text.splitlines():
-        if begin := re.match(r"(ENTRY )?%([\w.-]+) \(.*{$", line):
-            lines = computations[begin[2]] = []
-            entry = begin[2] if begin[1] else entry
+        if header := re.match(r"(ENTRY )?%([\w.-]+) \(.*{$", line):
+            lines = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
         elif line.startswith("  "):
             lines.append(line)
 
-    begun: set[str] = set()  # text of channel and chain of each split collective that is counted already
+    counted_chains: set[str] = set()  # text of channel and chain of each split collective that is counted already
 
     def walk(name: str, loops: tuple[float, ...]) -> Iterator[Collective]:
         """Yields the collectives of a computation, with those of its loops. loops: trips of the loops around it."""
         for line in computations[name]:
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
                 # A collective in the body of a loop runs once per trip, although the text has it once.
-                known = trip_count(line, computations[loop[1]], computations[loop[2]])
-                yield from walk(loop[2], (*loops, known or turns))
+                condition, body = loop[1], loop[2]
+                trips = trip_count(line, computations[condition], computations[body]) or turns
+                yield from walk(body, (*loops, trips))
             elif match := COLLECTIVE.search(line):
                 # The TPU compiler writes a reduce-scatter as a computation that fuses an all-reduce and a slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else match[3]
                 chain = re.search(r"channel_id=\d+.*chain_id=", line)
                 # The compiler may split a collective into a chain, of which only the first part is counted.
-                if chain and chain[0] in begun:
+                if chain and chain[0] in counted_chains:
                     continue
-                begun.update([chain[0]] if chain else [])
+                if chain:
+                    counted_chains.add(chain[0])
                 if collective := _collective(
                     kind=kind, type_=match[2], started=bool(match[4]), line=line, loops=loops, hosts=hosts
                 ):
@@ -133,11 +137,12 @@ def _to_hosts(kind: str, size: int, line: str, group: list[int], hosts: Sequence
     if kind == "collective-permute":
         pairs = re.findall(r"{(\d+),(\d+)}", line.partition("source_target_pairs=")[2])
         return float(size * any(hosts[int(a)] != hosts[int(b)] for a, b in pairs)) if hosts else 0.0
-    joined = [hosts[i] for i in group] if hosts else [0]
-    count = len(set(joined))
+    chip_hosts = [hosts[chip] for chip in group] if hosts else [0]
+    host_count = len(set(chip_hosts))
     # Each host receives its missing part once, over the network cards of all its GPUs in the group. In an all-to-all,
     # each GPU receives another part.
-    return size * (count - 1) / count / (1 if "all-to-all" in kind else len(joined) / count)
+    chips_that_share = 1 if "all-to-all" in kind else len(chip_hosts) / host_count
+    return size * (host_count - 1) / host_count / chips_that_share
 
 
 def _parts(type_: str) -> list[list[tuple[str, str]]]:
@@ -153,7 +158,9 @@ def _parts(type_: str) -> list[list[tuple[str, str]]]:
     return parts
 
 
-IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # chips in the order of an array of this shape, after a transposition
+# Pattern of the short form in which XLA lists chips, such as [2,4]T(1,0): the chips in the order of an array of this
+# shape, after a transposition.
+IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def _group(line: str, count: int) -> list[int]:

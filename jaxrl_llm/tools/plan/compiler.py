@@ -98,14 +98,14 @@ class StepSampling:
 
     def holds(self, *, apart: bool) -> dict[str, int]:
         """Returns {name: bytes on a chip} of the sampler's arrays. apart: whether the sampler has its own chips."""
-        when = "on chips of its own" if apart else "while it samples"
-        tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.prompt_width
-        return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
+        condition = "on chips of its own" if apart else "while it samples"
+        cache_tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.prompt_width
+        return {f"sampler's copy ({condition})": self.weights, f"KV cache ({condition})": cache_tokens * self.cached}
 
     def leaves_out(self, program: Program) -> bool:
         """Returns whether a program is one of the smaller decode programs, and a step is expected never to call it."""
-        first = decoding_name(self.stream.slots[0])
-        return program.phase == "decoding" and program.name not in (first, *self.usage)
+        largest_program = decoding_name(self.stream.slots[0])
+        return program.phase == "decoding" and program.name not in (largest_program, *self.usage)
 
     def traffic(self, name: str) -> float:
         """Returns the bytes that a chip must read and write in a call of a decode program, on average."""
@@ -114,11 +114,10 @@ class StepSampling:
         usage, stream = self.usage[name], self.stream
         slots = next(slots for slots in stream.slots if decoding_name(slots) == name)
         # Each token reads the weights, the prompts and the pages. A smaller program copies prompts first.
-        copied = stream.prompt_width * slots.prompts * (slots.prompts < stream.prompts)
-        tokens = (
-            usage.turns * slots.prompts * stream.prompt_width + usage.pages * stream.page + usage.calls * 2 * copied
-        )
-        return (usage.turns * self.read + tokens * self.cached) / usage.calls
+        prompt_tokens = slots.prompts * stream.prompt_width
+        copied_tokens = prompt_tokens if slots.prompts < stream.prompts else 0
+        cache_tokens = usage.turns * prompt_tokens + usage.pages * stream.page + usage.calls * 2 * copied_tokens
+        return (usage.turns * self.read + cache_tokens * self.cached) / usage.calls
 
 
 @dataclass(frozen=True)
@@ -152,12 +151,12 @@ class Compiler:
         hosts = [device.process_index for device in mesh.devices.flat]
         # If the chip's own compiler refuses programs that do not fit, no limit is checked here.
         limit = 0 if chip is None or chip.refuses else int(chip.memory * GIB)
-        traced, began = program.trace(), time.perf_counter()
+        traced, compile_start = program.trace(), time.perf_counter()
         try:
             compiled = program.compile(limit)
         except UserError as error:
             return Phase(program.name, times, error=str(error), beside=beside)
-        seconds, text = time.perf_counter() - began, compiled.as_text() or ""
+        seconds, text = time.perf_counter() - compile_start, compiled.as_text() or ""
         return Phase(
             program.name,
             times,
@@ -178,21 +177,23 @@ class Compiler:
 
         Activations are not counted. A scoring program counts only the weights that its layers gather from other chips.
         """
-        used: Any = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         if self.sampled and program.phase == "decoding":
             return self.sampled.traffic(program.name)
         if program.phase == "push":
-            return used.argument_size_in_bytes + used.output_size_in_bytes
+            return memory.argument_size_in_bytes + memory.output_size_in_bytes
         # The KV cache is an argument and a result of the program, which writes only a few prompts into it.
         if program.phase == "prompts":
-            return used.argument_size_in_bytes + used.output_size_in_bytes - 2 * used.alias_size_in_bytes
+            return memory.argument_size_in_bytes + memory.output_size_in_bytes - 2 * memory.alias_size_in_bytes
         # Each pass writes and reads the gathered weights. Scoring has one pass. Learning has three: forward, the
         # recomputed forward and backward.
-        gathered = 2 * self.gathered
+        pass_bytes = 2 * self.gathered
         if program.phase == "scoring":
-            return turns * gathered
-        gradients = 2 * device_bytes(program.states[0].params)
-        return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
+            return turns * pass_bytes
+        # Each micro-batch reads and writes the sum of gradients.
+        gradient_bytes = 2 * device_bytes(program.states[0].params)
+        state_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        return turns * (3 * pass_bytes + gradient_bytes) + state_bytes
 
 
 def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
@@ -201,9 +202,9 @@ def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
     If neither JAX nor a report of XLA has this number, returns the sum of arguments, temporaries and results.
     dump: folder in which XLA's compiler for TPUs reports the memory of programs.
     """
-    used: Any = compiled.memory_analysis()
-    if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
-        return used.total_allocation_bytes
+    memory: Any = compiled.memory_analysis()
+    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.12
+        return memory.total_allocation_bytes
     # The newest report is that of this program. Reports with ".cpu_" are about helper functions of JAX.
     reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
     text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""

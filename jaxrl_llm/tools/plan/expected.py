@@ -36,14 +36,18 @@ def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndar
     quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     deviations = np.random.default_rng(seed).permutation(quantiles)
 
-    def cut(log_median: float) -> np.ndarray:
+    def cut_lengths(log_median: float) -> np.ndarray:
         return np.exp(log_median + SPREAD * deviations).clip(1, limit)
 
-    low, high = -10.0, np.log(limit) + 10.0
-    for _ in range(60):  # bisection of the median, to the last bit
-        middle = (low + high) / 2
-        low, high = (middle, high) if cut(middle).mean() < mean else (low, middle)
-    return cut(high).round().astype(np.int32)
+    # Bisection finds the median, because the cut at `limit` leaves no formula for the mean.
+    low_log_median, high_log_median = -10.0, np.log(limit) + 10.0
+    for _ in range(60):
+        middle = (low_log_median + high_log_median) / 2
+        if cut_lengths(middle).mean() < mean:
+            low_log_median = middle
+        else:
+            high_log_median = middle
+    return cut_lengths(high_log_median).round().astype(np.int32)
 
 
 def check_mean(mean: float, limit: int) -> None:
@@ -72,11 +76,12 @@ class CountedCalls:
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
         """Returns the first tokens [d, n, G] of groups."""
-        place, number = np.asarray(prompts.cache_place), np.asarray(prompts.completion_number)
-        usage = self.usage[prompts_name(place.shape[1], self.sizes, first=cache is None)]
+        cache_places, first_numbers = np.asarray(prompts.cache_place), np.asarray(prompts.completion_number)
+        usage = self.usage[prompts_name(cache_places.shape[1], self.sizes, first=cache is None)]
         usage.calls += 1
-        usage.tokens += self.sizes.group_size * int(np.sum(place < self.sizes.prompts))
-        lengths = self._lengths[number[..., None] + np.arange(self.sizes.group_size)]
+        # A prompt whose place is out of range is padding, for which nothing is sampled.
+        usage.tokens += self.sizes.group_size * int(np.sum(cache_places < self.sizes.prompts))
+        lengths = self._lengths[first_numbers[..., None] + np.arange(self.sizes.group_size)]
         return Cache([], []), np.where(lengths == 1, STOP, OTHER), np.zeros(lengths.shape, np.float32)
 
     def grow(self, cache: Cache, pages: int) -> Cache:
@@ -90,29 +95,34 @@ class CountedCalls:
 
     def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]:
         """Returns the tokens of a round, as `programs.decode` would with a model that samples these lengths."""
-        length, limit = np.asarray(rows.length), np.asarray(rows.limit)
-        end = self._lengths[np.asarray(rows.completion_number)]
-        remaining = np.where(length < limit, np.minimum(limit, end) - length, 0)
-        turn = np.arange(ROUND_TOKENS)
-        alive = remaining[..., None] > turn
-        turns = int(np.sum(np.any(alive.sum(axis=1) > running_threshold, axis=0)))
-        count = np.minimum(remaining, turns)
-        usage = self.usage[decoding_name(Slots(length.shape[1], np.asarray(rows.prompt_places).shape[1]))]
-        usage.calls, usage.turns, usage.tokens = usage.calls + 1, usage.turns + turns, usage.tokens + int(count.sum())
-        usage.pages += self._pages(length, count, turns)
-        tokens = np.where(length[..., None] + turn == end[..., None] - 1, STOP, OTHER)
+        # A sequence of `lengths` tokens samples until its drawn length or its limit. Each turn samples one token.
+        lengths, limits = np.asarray(rows.length), np.asarray(rows.limit)  # [d, S]
+        final_lengths = self._lengths[np.asarray(rows.completion_number)]
+        remaining_tokens = np.where(lengths < limits, np.minimum(limits, final_lengths) - lengths, 0)
+        turn_numbers = np.arange(ROUND_TOKENS)
+        # The round continues while a device has more running sequences than the threshold.
+        is_running = remaining_tokens[..., None] > turn_numbers  # [d, S, turns]
+        turns = int(np.sum(np.any(is_running.sum(axis=1) > running_threshold, axis=0)))
+        new_tokens = np.minimum(remaining_tokens, turns)
+        usage = self.usage[decoding_name(Slots(lengths.shape[1], np.asarray(rows.prompt_places).shape[1]))]
+        usage.calls += 1
+        usage.turns += turns
+        usage.tokens += int(new_tokens.sum())
+        usage.pages += self._pages(lengths, new_tokens, turns)
+        tokens = np.where(lengths[..., None] + turn_numbers == final_lengths[..., None] - 1, STOP, OTHER)
         # Each pass counts one token, as if no draft was right, because the plan knows no completions.
-        return cache, Sampled(tokens, np.zeros(tokens.shape, np.float32), count, count)
+        return cache, Sampled(tokens, np.zeros(tokens.shape, np.float32), new_tokens, new_tokens)
 
-    def _pages(self, length: np.ndarray, count: np.ndarray, turns: int) -> int:
+    def _pages(self, lengths: np.ndarray, new_tokens: np.ndarray, turns: int) -> int:
         """Returns the pages that a device reads in the turns of a decode round.
 
-        length: tokens of the sequences [d, S] at the start. count: tokens that they sample.
+        lengths: tokens of the sequences [d, S] at the start. new_tokens: number of tokens that each sequence samples.
         """
         # The pages of rows that have ended in this round are read too.
-        read = np.minimum(length[..., None] + np.arange(turns), (length + count)[..., None])
-        pages = -(-read // self.sizes.page)
-        if not self.sizes.has_kernel:  # as many of each row as the longest one has
+        tokens_read = np.minimum(lengths[..., None] + np.arange(turns), (lengths + new_tokens)[..., None])
+        pages = -(-tokens_read // self.sizes.page)
+        # If the kernel is missing, attention reads as many pages for each row as the longest row has.
+        if not self.sizes.has_kernel:
             pages = np.broadcast_to(pages.max(axis=1, keepdims=True), pages.shape)
         return int(pages.sum(axis=1).max(axis=0).sum())
 
@@ -173,12 +183,14 @@ def _usage_of_partial_rollouts(
 
     in_flight = new_groups(0)
     for step in range(1, STEPS):
+        # A step works on `count + partial` groups: unfinished groups first, then new ones. Other groups wait.
         in_flight, waiting = in_flight.concatenate(new_groups(step)).split([*range(count + partial)])
         texts = Episodes.from_in_flight(in_flight)
         calls = CountedCalls(sizes, lengths[in_flight.prompts.numbers % count].reshape(-1))
         due_groups = in_flight.due_groups(max_age)
         stream = _stream(calls, devices, in_flight.prompts, texts, wanted_groups=count, required_groups=due_groups)
         stream.run()
+        # The groups that are complete first are trained on and leave. The next step continues all others.
         ended = (texts.states == ENDED).reshape(-1, sizes.group_size)
         rollouts = texts.rollouts(sizes.group_size, np.zeros(texts.tokens.shape, np.int32))
         in_flight = in_flight._replace(rollouts=rollouts, has_ended=ended)

@@ -32,6 +32,7 @@ class Gpu(NamedTuple):
     clock: float  # clock rate in GHz
 
 
+# {name in --topology: GPU}, the GPUs for which `jaxrl plan` can compile.
 GPUS = {
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",

@@ -54,10 +54,11 @@ class SlicePlan:
 
     def seconds(self, chip: Chip) -> float:
         """Returns the estimated seconds of a step."""
-        seconds = {True: 0.0, False: 0.0}
+        # Phases with `meanwhile` run on the sampler's chips while the other phases run, so the slower sum counts.
+        seconds_by_meanwhile = {True: 0.0, False: 0.0}
         for phase in self.phases:
-            seconds[phase.meanwhile] += phase.times * max(phase.seconds(chip).values())
-        return max(seconds.values())
+            seconds_by_meanwhile[phase.meanwhile] += phase.times * max(phase.seconds(chip).values())
+        return max(seconds_by_meanwhile.values())
 
     def fits(self, chip: Chip) -> bool:
         return not any(phase.error or phase.peak > chip.memory * GIB for phase in self.phases)
@@ -82,57 +83,77 @@ def make_plan(
     compiled; chip: chip whose memory bounds the sampler's cache as in a run, None for no bound.
     Raises: UserError, if model or mesh do not suit the recipe. A program that does not fit is no error.
     """
-    memory = int(chip.memory * GIB) if chip else 0
+    # All models are shapes with shardings, because the plan compiles programs and never runs them.
+    chip_bytes = int(chip.memory * GIB) if chip else 0
     models = _models(recipe, mesh)
-    for name, other in models.other_folders.items():
-        cfg = hf.load_model(other, family=recipe.model.family).cfg
+    for name, other_folder in models.other_folders.items():
+        cfg = hf.load_model(other_folder, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, models.model.cfg, has_images=prompts.images is not None)
-    frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
+    frozen_models = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
     base = _base(models)
-    learning = make_learning(recipe, models, lambda: None, base, frozen.__getitem__)
+    learning = make_learning(recipe, models, lambda: None, base, frozen_models.__getitem__)
     states = learning.all_device_arrays(recipe.frozen, base)
-    policy = learning.learners["policy"]
     shape_cache, phases = ShapeCache(), list[Phase]()
+    # Completions of the largest length decide into how many rows of how many tokens a step is packed.
     packing = make_packing(models, learning, shape_cache)
-    limit = recipe.rollout.max_completion_tokens
-    shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), prompts.width).shape[1:]
-    apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
-    room = cache_memory(recipe, models, learning, mesh=sampler_mesh, states=states, memory=memory)
-    stream = stream_sizes(recipe, models, sampler_mesh, prompts.width, room)
-    sampler = _sampler(models, recipe, sampler_mesh, room)
-    # `copy` is the sampler's copy of the weights, in the dtype and with the sharding of decoding.
-    params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
-    copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
-    cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
-    read = device_bytes({name: leaf for name, leaf in copy.items() if name != TOWER})
-    weights = device_bytes(copy)
-    sampled = StepSampling(stream, usage={}, cached=cached, weights=weights, read=read, mesh=sampler_mesh)
+    length_limit = recipe.rollout.max_completion_tokens
+    longest_lengths = np.full((recipe.prompts_per_step, recipe.group_size), length_limit)
+    packed_shape = packing(longest_lengths, prompts.width).shape[1:]
+    # The sampler gets the key-value cache that it would get in a run.
+    own_chips, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
+    cache_bytes = cache_memory(recipe, models, learning, mesh=sampler_mesh, states=states, memory=chip_bytes)
+    stream = stream_sizes(recipe, models, sampler_mesh, prompts.width, cache_bytes)
+    sampler = _sampler(models, recipe, sampler_mesh, cache_bytes)
+    step_sampling = _step_sampling(recipe, models, learning, stream, sampler_mesh)
+    # If the arrays that stay on a chip exceed its memory, no program needs to be compiled.
     learning_holds = _resident_bytes(device_states(states, recipe.host_memory))
-    sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
-    holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
-    if memory and (max(sums) if apart else sum(sums)) > memory:
+    sampling_holds = step_sampling.holds(apart=own_chips) if recipe.chosen_engine.in_trainer else {}
+    holds = learning_holds | sampling_holds
+    byte_sums = sum(learning_holds.values()), sum(sampling_holds.values())
+    if chip_bytes and (max(byte_sums) if own_chips else sum(byte_sums)) > chip_bytes:
         phases.append(Phase("sampling", 1, error="the arrays of sampling alone exceed the memory of a chip"))
         return SlicePlan(recipe=recipe, models=models, holds=holds, phases=phases, tokens=0, prompts=prompts)
-    lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
+    # Drawn completion lengths decide how often each sampling program runs.
+    lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or length_limit / 2, length_limit)
     partial, max_age = recipe.rollout.partial, recipe.rollout.max_age
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=partial, max_age=max_age)
-    sampled = replace(sampled, usage=usage)
-    compiler = Compiler(models, recipe.sizes, dump=dump, chip=chip, gathered=weights, sampled=sampled)
-    for program in _programs(recipe, learning, sampler, shape[1:], prompts.sizes):
-        if sampled.leaves_out(program):
+    step_sampling = replace(step_sampling, usage=usage)
+    compiler = Compiler(
+        models, recipe.sizes, dump=dump, chip=chip, gathered=step_sampling.weights, sampled=step_sampling
+    )
+    for program in _programs(recipe, learning, sampler, packed_shape[1:], prompts.sizes):
+        if step_sampling.leaves_out(program):
             continue
-        on_sampler = apart and program.phase in SAMPLING
+        on_sampler = own_chips and program.phase in SAMPLING
         # If the sampler has its own chips, its arrays take no memory of the chips that learn.
-        program = program._replace(other_memory=()) if apart else program
-        beside = 0 if on_sampler else _idle_bytes(states, program, recipe.host_memory)
-        phase = compiler.measure(program, beside, shape[0])
+        program = program._replace(other_memory=()) if own_chips else program
+        idle_bytes = 0 if on_sampler else _idle_bytes(states, program, recipe.host_memory)
+        phase = compiler.measure(program, idle_bytes, packed_shape[0])
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
     shape_cache.close()
-    of_engine = stream if recipe.chosen_engine.in_trainer else None
+    engine_sizes = stream if recipe.chosen_engine.in_trainer else None
     tokens = int(lengths.sum())
-    return SlicePlan(recipe, models, holds=holds, phases=phases, tokens=tokens, prompts=prompts, stream=of_engine)
+    return SlicePlan(recipe, models, holds=holds, phases=phases, tokens=tokens, prompts=prompts, stream=engine_sizes)
+
+
+def _step_sampling(
+    recipe: Recipe, models: Models, learning: Learning, stream: StreamSizes, sampler_mesh: Mesh
+) -> StepSampling:
+    """Returns the bytes that the sampler works with. Its `usage` is empty, because it depends on completion lengths."""
+    policy = learning.learners["policy"]
+    params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
+    # The sampler decodes with its own copy of the weights, in the dtype and with the sharding of decoding.
+    weight_copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
+    return StepSampling(
+        stream,
+        usage={},
+        cached=page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes,
+        weights=device_bytes(weight_copy),
+        read=device_bytes({name: leaf for name, leaf in weight_copy.items() if name != TOWER}),
+        mesh=sampler_mesh,
+    )
 
 
 def make_sft_plan(
@@ -153,13 +174,13 @@ def make_sft_plan(
     base = _base(models)
     learning = sft.make_learning(recipe, models, lambda: None, base, shape_cache)
     states = learning.device_shapes() | ({"base": base} if base else {})
-    batch, score = example_shapes(sizes, prompts.sizes, mesh)
-    rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
+    batch, scores = example_shapes(sizes, prompts.sizes, mesh)
+    row_numbers: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
     # The gathered weights of the layers are as large as a copy of the weights for decoding.
     params = learning.policy(states)
-    gathered = device_bytes(copy_shapes(models.model, mesh, mesh, params, in_int8=False))
-    compiler, phases = Compiler(models, sizes, dump, chip, gathered), list[Phase]()
-    for program in learning.programs(batch, score, rows):
+    gathered_bytes = device_bytes(copy_shapes(models.model, mesh, mesh, params, in_int8=False))
+    compiler, phases = Compiler(models, sizes, dump, chip, gathered_bytes), list[Phase]()
+    for program in learning.programs(batch, scores, row_numbers):
         phases.append(compiler.measure(program, _idle_bytes(states, program, HostMemory())))
         say(phases[-1])
     shape_cache.close()

@@ -98,6 +98,8 @@ def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int
             return None
         return recipe
 
+    # Values up to `low` fit, and values from `high` on do not. The target doubles until one does not fit, and then
+    # halves the range between both.
     plans: list[SlicePlan] = []
     low, high, target = 0, math.inf, max(start, 1)
     while True:
@@ -153,14 +155,16 @@ def _rough_seconds(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
     cfg, remat, mesh = _policy(recipe), recipe.model.remat, recipe.mesh
     experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
     # A layer has three kernels [D, F] per expert, and about two [D, D] of attention, because keys and values are small.
+    # `weights` counts all experts, which are gathered; `active` only the experts that compute one token.
     weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
     tokens = recipe.sizes.sequences_per_update * recipe.sizes.max_completion_tokens
     arithmetic = 2 * active * tokens * PASSES[remat] / devices / chip.flops
     # Each micro-batch gathers bfloat16 kernels twice, and scatters their gradients once.
-    gathered = 3 * 2 * weights / mesh.tensor * (recipe.sizes.prompts_per_update // recipe.microbatch)
-    summed = 0.0
+    microbatches = recipe.sizes.prompts_per_update // recipe.microbatch
+    gathered_bytes = 3 * 2 * weights / mesh.tensor * microbatches
+    summed_bytes = 0.0
     # Each layer sums the states twice per pass, with 2 bytes per number, sent twice (reduce-scatter and gather).
     if mesh.tensor > 1:
-        summed = 2 * 2 * 2 * PASSES[remat] * cfg.layers * cfg.width * tokens / mesh.fsdp
+        summed_bytes = 2 * 2 * 2 * PASSES[remat] * cfg.layers * cfg.width * tokens / mesh.fsdp
     # The longer of computing and sending is the time, because the compiler overlaps them.
-    return max(arithmetic, (gathered + summed) / chip.ring)
+    return max(arithmetic, (gathered_bytes + summed_bytes) / chip.ring)
